@@ -69,7 +69,7 @@ gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/te
 	tests/formats/slide24/test_cusparselt.py::test_the_pass_after_a_gemm,\
 	tests/test_gpu.py tests/test_two_gpus.py tests/api/test_start.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \
 	tests/cuda_emulator) \
-	tests/runtime/test_kernel.py
+	tests/runtime/test_kernel.py tests/runtime/test_quantise_rows.py
 racecheck_fails = blas or pack_mm or scaled_mm or reference
 select = not cpu and not early and not late$(if $(SANITIZE), and not captured)$(if $(filter racecheck,$(SANITIZE)), and not ($(racecheck_fails)))
 test-gpu: setup

@@ -71,7 +71,7 @@ def formats() -> str:
     lines = []
     for file in ("h200/blocks-formats.csv", EC_CSR):
         whole, few = by_work(file, "32"), by_work(file)
-        for weights in dict.fromkeys(weights for weights, _, _ in few):
+        for weights in dict.fromkeys(weights for weights, _, _ in few if weights in NAMES):
             cells = [f"{few[(weights, *column)] / 1e3:.2f}" for column in columns]
             if weights != "dense":
                 cells = [
@@ -100,13 +100,9 @@ TARGETS = {
 
 
 def every_token(n: str, k: str) -> str:
-    """Microseconds of a shape by weights and tokens, beside the target; later calls have a dense row of their own."""
-    times = {}
-    later = [(f"h200/every-token-{name}.csv", f"dense, beside {name}") for name in ("ec_csr", "bitmask")]
-    for file, dense in (("h200/every-token.csv", "dense"), *later):
-        for row in result(file):
-            if (row["n"], row["k"]) == (n, k):
-                times[dense if row["weights"] == "dense" else row["weights"], row["m"]] = float(row["us"])
+    """Microseconds of a shape by weights and tokens, beside the target."""
+    rows = [row for row in result("h200/every-token.csv") if (row["n"], row["k"]) == (n, k)]
+    times = {(row["weights"], row["m"]): float(row["us"]) for row in rows}
     lines = []
     for weights in dict.fromkeys(weights for weights, _ in times):
         cells = [f"{times[weights, m]:.1f}" if (weights, m) in times else "" for m in TOKENS]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from types import ModuleType
 
 from semisparse.checkpoint.files import read_ahead_in_background
 from semisparse.runtime.bytecode import keep_bytecode
@@ -20,7 +20,7 @@ __all__ = ["importing", "keep_bytecode"]
 
 
 @contextmanager
-def importing(model: Path | None = None, device: str = "cpu") -> Iterator[None]:
+def importing(model: Path | None = None, device: str = "cpu", waits: bool = True) -> Iterator[None]:
     """Import torch and transformers in this block, while threads prepare what comes next.
 
     The garbage collector does not run meanwhile and ignores the imported objects afterwards: looking through them again
@@ -31,6 +31,7 @@ def importing(model: Path | None = None, device: str = "cpu") -> Iterator[None]:
         model: a directory whose weights are read into the page cache meanwhile; None for none.
         device: ``auto`` or ``cuda`` to create the GPU's context meanwhile, if there is a GPU, and to load cuBLAS and
             cuDNN once torch is imported.
+        waits: whether the block ends only when these libraries have been loaded. An `Engine` waits for them itself.
     """
     if "torch" in sys.modules:
         yield
@@ -42,17 +43,18 @@ def importing(model: Path | None = None, device: str = "cpu") -> Iterator[None]:
         create_in_background()
     gc.disable()
     try:
-        libraries = _load_libraries() if on_gpu else None
+        if on_gpu:
+            _libraries().load_in_background()
         yield
-        if libraries is not None:
-            libraries.join()
+        if on_gpu and waits:
+            _libraries().wait()
     finally:
         gc.freeze()
         gc.enable()
 
 
-def _load_libraries() -> Thread:
-    """Import torch, and load its GPU libraries in a thread."""
-    from semisparse.runtime.cuda_libraries import load_in_background
+def _libraries() -> ModuleType:
+    """Import torch, and return the module that loads its GPU libraries."""
+    from semisparse.runtime import cuda_libraries
 
-    return load_in_background()
+    return cuda_libraries

@@ -12,6 +12,7 @@ from semisparse.lazy import lazy
 if TYPE_CHECKING:
     from semisparse.checkpoint.block import METHOD, VERSION, packed_from_tensors, read_block
     from semisparse.checkpoint.config import check_sizes, refuse_integers, refuse_unstored
+    from semisparse.checkpoint.device import pick_device
     from semisparse.checkpoint.digests import digests_of
     from semisparse.checkpoint.directory import (
         Header,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         load_model,
         load_tokenizer,
         meta_model,
-        pick_device,
         read_config,
         refuse_remote_code,
     )
@@ -81,10 +81,11 @@ HOMES = {
     **dict.fromkeys(("Header", "ModelDirectory", "check_headers", "open_directory"), "directory"),
     **dict.fromkeys(("open_files", "read_headers"), "directory"),
     **dict.fromkeys(("NO_REMOTE_CODE", "auto_class", "load_dense", "load_model", "load_tokenizer"), "loading"),
-    **dict.fromkeys(("is_encoder", "meta_model", "pick_device", "read_config", "refuse_remote_code"), "loading"),
+    **dict.fromkeys(("is_encoder", "meta_model", "read_config", "refuse_remote_code"), "loading"),
     **dict.fromkeys(("DIGESTS", "is_blake2b"), "file_layers"),
     **dict.fromkeys(("placed_on", "placement"), "placement"),
     **dict.fromkeys(("atomic_directory", "refuse_existing"), "write"),
+    "pick_device": "device",
     "describe": "inspect",
     "digests_of": "digests",
     "layer_bytes_on": "inspect",

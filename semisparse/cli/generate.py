@@ -76,7 +76,7 @@ def generate(
         raise InputError("--draft proposes the tokens of --speculate N; give both")
     if "" in (stop or ()):
         raise InputError("a --stop text is empty; leave it out, or give the text that ends the continuation")
-    with importing(model, device):
+    with importing(model, device, waits=False):
         from semisparse.engine import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -129,10 +129,10 @@ def _load(model: Path, device: str, draft: Path | None, keep_dense: list[str], q
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* runs through transformers' own code")  # printed below
         if quiet:
-            engine = Engine(model, device=device, draft=draft, keep_dense=keep_dense)
+            engine = Engine(model, device=device, draft=draft, keep_dense=keep_dense, bare=True)
         else:
             with console.status(f"loading {model}"):
-                engine = Engine(model, device=device, draft=draft, keep_dense=keep_dense)
+                engine = Engine(model, device=device, draft=draft, keep_dense=keep_dense, bare=True)
     if engine.dense_bytes:
         console.print(f"dense copies take {engine.dense_bytes / 1e9:.2f} GB", highlight=False)
     if engine.note:

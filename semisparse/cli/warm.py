@@ -29,7 +29,7 @@ def warm(
     with importing(model, device):
         from semisparse.engine import Engine
 
-    engine = Engine(model, device=device)
+    engine = Engine(model, device=device, bare=True)
     seconds = engine.warm(counts)
     if json:
         print_json({"compile_seconds": seconds, "load_seconds": engine.load_seconds})

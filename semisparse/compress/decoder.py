@@ -130,11 +130,14 @@ def record_calls(
         if index == 0:
             take(states)
         calls[index].append(LayerCall(args[1:], kwargs, name))
+        if len(calls[0]) == len(calls[-1]) == min(map(len, calls)):
+            raise _Learned  # the final norm of all tokens would run in the model's dtype, on a CPU
         return states
 
     with _replacing(model, layers, record):
         for batch in batches:
-            body(batch.to(device), use_cache=False)
+            with contextlib.suppress(_Learned):
+                body(batch.to(device), use_cache=False)
     return calls
 
 
@@ -184,7 +187,7 @@ def _replacing(model: nn.Module, layers: Sequence[nn.Module], forward: Callable[
 
 
 class _Learned(Exception):
-    """Ends a forward once it is known what decoder layers return."""
+    """Ends a forward once what it was run for is known."""
 
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype, moved: list[tuple[Tensor, Tensor]]) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
+from semisparse.engine.bare import BareDecoder
 from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against, free_memory
 from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
@@ -22,7 +22,11 @@ from semisparse.engine.speculation import Verifier, look_up, speculated
 from semisparse.engine.state import State
 from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
+from semisparse.runtime import cuda_libraries
 from semisparse.runtime.capture import capture_stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 AHEAD = 8
 """Maximum decode steps in flight: launched, with tokens that the host has not read yet."""
@@ -88,7 +92,7 @@ class DecoderBackend(Backend):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | BareDecoder,
         draft: DecoderBackend | None = None,
         deterministic_batch: bool = False,
         keep_dense: Sequence[str] = (),
@@ -119,7 +123,7 @@ class DecoderBackend(Backend):
         return self._states, len(prompts), buckets, sampling, proposals, new > 1
 
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
-        """Compile the kernels of all matmuls of a batch, in parallel."""
+        """Compile the kernels of all matmuls of a batch, in parallel, and wait for torch's libraries."""
         lengths = [len(prompt) for prompt in prompts]
         cache = self._state_for(len(prompts), max(lengths) + new + proposals).cache
         padded = self._captured_length(lengths, cache)
@@ -128,6 +132,7 @@ class DecoderBackend(Backend):
         )
         if proposals and self._draft:
             self._draft.compile(prompts, new, proposals)
+        cuda_libraries.wait()  # graphs are captured next
 
     @torch.no_grad()
     def run(
@@ -140,6 +145,8 @@ class DecoderBackend(Backend):
         """
         positions = max(map(len, prompts)) + new + proposals
         self._generator.manual_seed(sampling.seed)
+        state = self._state_for(len(prompts), positions)
+        copied = self._token_copies(state, new) if self._on_gpu and not proposals else None
         state, logits = self.begin(prompts, positions)
         self._choose(logits, state, sampling)
         if proposals:
@@ -150,8 +157,8 @@ class DecoderBackend(Backend):
                 propose = draft.propose
             first = state.tokens.tolist()[: len(prompts)]
             rows = speculated(self.verifier(proposals + 1), propose, prompts, first, new, proposals)
-        elif self._on_gpu:
-            rows = self._rows_on_gpu(state, new, sampling)
+        elif copied is not None:
+            rows = self._rows_on_gpu(state, new, sampling, *copied)
         else:
             rows = self._rows_on_cpu(state, new, sampling)
         for row in rows:
@@ -168,13 +175,13 @@ class DecoderBackend(Backend):
             The state, and the logits after each prompt, [sequences, vocabulary].
         """
         state = self._state_for(len(prompts), positions)
-        logits = self._run_prompts(prompts, state.cache)
-        state.positions.zero_()
-        state.positions[: len(prompts)] = torch.tensor([len(prompt) - 1 for prompt in prompts])
         unused = state.cache.sequences - len(prompts)
-        logits = functional.pad(logits, (0, 0, 0, unused))
+        # Before the prompts: this copy from host memory would wait for them, and what is launched next for the copy.
+        last = [*(len(prompt) - 1 for prompt in prompts), *[0] * unused]
+        state.positions.copy_(torch.tensor(last, dtype=torch.int32))
         state.steps.zero_()
-        return state, logits
+        logits = self._run_prompts(prompts, state.cache)
+        return state, functional.pad(logits, (0, 0, 0, unused)) if unused else logits
 
     def _captured_length(self, lengths: Sequence[int], cache: Cache) -> int | None:
         """Return `captured_length`, or None if nothing is captured."""
@@ -223,11 +230,23 @@ class DecoderBackend(Backend):
                 self._step(state, sampling)
             yield state.output[step].tolist()
 
-    def _rows_on_gpu(self, state: State, new: int, sampling: Sampling) -> Iterator[list[int]]:
-        """Launch decode steps before the host has read earlier tokens, and copy tokens on a second stream."""
+    def _token_copies(self, state: State, new: int) -> tuple[torch.cuda.Stream, Tensor]:
+        """Return a stream that copies tokens to the host, and pinned memory for them: made before the prompts run."""
+        return torch.cuda.Stream(), torch.empty((new, state.cache.sequences), dtype=torch.int64, pin_memory=True)
+
+    def _rows_on_gpu(
+        self, state: State, new: int, sampling: Sampling, copies: torch.cuda.Stream, host_tokens: Tensor
+    ) -> Iterator[list[int]]:
+        """Launch decode steps before the host has read earlier tokens, and copy tokens on a second stream.
+
+        Args:
+            state: the batch, whose first tokens have been chosen.
+            new: tokens per sequence, the first included.
+            sampling: how they are chosen.
+            copies: the second stream.
+            host_tokens: [new, sequences] int64, pinned.
+        """
         graph = self._graph(state, sampling) if new > 1 else None
-        copies = torch.cuda.Stream()
-        host_tokens = torch.empty((new, state.cache.sequences), dtype=torch.int64, pin_memory=True)
         arrivals: deque[torch.cuda.Event] = deque()
         yielded = 0
         for step in range(new):

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from semisparse.engine.attention import LayerCache, RotaryTable, attend_to_prompt, rotate_and_attend, rotate_and_cache
+from semisparse.engine.bare import BareDecoder
 from semisparse.engine.ops import kernels_refusal
 from semisparse.engine.projection import Norm, Projection, Stream, rows_of
 from semisparse.engine.structure import Layer, Structure, UnknownStructureError, recognise, rotary_table
@@ -20,6 +21,9 @@ from semisparse.errors import CheckpointError, InputError
 from semisparse.formats.kernel import in_parallel
 from semisparse.nn.dense_linear import DenseCopy
 from semisparse.nn.fused_linear import ADDED, GATED, NORMED, is_aligned
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Decoder:
     """A model's forward pass as the engine runs it.
 
     Args:
-        model: on its device.
+        model: on its device: transformers' model, or its weights alone.
         length: positions of the rotary table.
         group: sequences per pass of `step`; None for all at once. With a group each prompt is run alone, and a
             sequence's logits are the same bits in any batch.
@@ -98,9 +102,9 @@ class Decoder:
         UnknownStructureError: the model is no Llama-like decoder, or the engine's kernels cannot run it.
     """
 
-    def __init__(self, model: PreTrainedModel, length: int, group: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel | BareDecoder, length: int, group: int | None = None) -> None:
         self.group = group
-        self.structure = recognise(model)
+        self.structure = model.structure if isinstance(model, BareDecoder) else recognise(model)
         weight = self.structure.norm
         self.device, self.dtype = weight.device, weight.dtype
         if self.device.type == "cuda":
@@ -118,8 +122,7 @@ class Decoder:
             )
             for layer in self.structure.layers
         ]
-        self.table: RotaryTable = rotary_table(self.structure, length, self.device, self.dtype)
-        self._rotary_length = length
+        self.table, self._rotary_length = self._rotary_table(length), length
         self._last_norm = self._norm(self.structure.norm)
         self._head = Projection((self.structure.head,), model, NORMED)
 
@@ -127,7 +130,7 @@ class Decoder:
         """Return a Norm with a 16-byte-aligned weight, for vectorised loads; an unaligned weight is cloned."""
         return Norm(weight if is_aligned(weight) else weight.detach().clone(), self.structure.epsilon)
 
-    def keep_dense(self, model: PreTrainedModel, patterns: Sequence[str]) -> int:
+    def keep_dense(self, model: nn.Module, patterns: Sequence[str]) -> int:
         """Keep dense copies of packed layers, for the M at which they are faster; return the bytes of the copies.
 
         Args:
@@ -196,7 +199,11 @@ class Decoder:
     def ensure_length(self, length: int) -> None:
         """Make the rotary table long enough."""
         if length > self._rotary_length:
-            self.table, self._rotary_length = rotary_table(self.structure, length, self.device, self.dtype), length
+            self.table, self._rotary_length = self._rotary_table(length), length
+
+    def _rotary_table(self, length: int) -> RotaryTable:
+        structure = self.structure
+        return rotary_table(structure.rotary, structure.heads.dim, length, self.device, self.dtype)
 
     def prompt(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Run prompts, which begin at position 0.
@@ -296,8 +303,11 @@ CHECKED_TOKENS = 8
 
 
 @torch.no_grad()
-def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
+def check_against(model: PreTrainedModel | BareDecoder, decoder: Decoder) -> None:
     """Compare the decoder with the model's own code on a few tokens.
+
+    A bare decoder has no code of its own. An earlier start has compared it (`blueprint`), with the same weights or
+    others: here only NaN is refused.
 
     Raises:
         UnknownStructureError: the logits differ by more than rounding explains.
@@ -305,13 +315,17 @@ def check_against(model: PreTrainedModel, decoder: Decoder) -> None:
     """
     vocabulary = int(decoder.structure.embedding.get_parameter("weight").shape[0])
     tokens = [(7 * i + 1) % vocabulary for i in range(CHECKED_TOKENS)]
-    own = model(input_ids=torch.tensor([tokens], device=decoder.device), use_cache=False).logits[0, -1].float()
+    engines = decoder.prompt([tokens], Cache.make(decoder, 1, 16))[0].float()
+    own = engines
+    if not isinstance(model, BareDecoder):
+        own = model(input_ids=torch.tensor([tokens], device=decoder.device), use_cache=False).logits[0, -1].float()
     if own.isnan().any():
         raise CheckpointError(
             f"the model's own logits are NaN in {decoder.dtype}: a weight is NaN or infinite, or an activation too "
             "large for this dtype; take an undamaged copy of the model, or give Engine another dtype"
         )
-    engines = decoder.prompt([tokens], Cache.make(decoder, 1, 16))[0].float()
+    if isinstance(model, BareDecoder):
+        return
     similarity = F.cosine_similarity(own, engines, dim=0)
     limit = 0.9999 if decoder.dtype == torch.float32 else 0.99
     if not similarity > limit:

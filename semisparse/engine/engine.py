@@ -9,20 +9,21 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from semisparse.checkpoint import load_model, load_tokenizer
 from semisparse.engine.backend import Backend, DecoderBackend
+from semisparse.engine.recorded import load_recorded, record_decoder
 from semisparse.engine.sampling import Sampling
 from semisparse.engine.structure import UnknownStructureError
 from semisparse.engine.text import TextStream
-from semisparse.engine.transformers_backend import TransformersBackend
 from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
 from semisparse.nn.dense_linear import slower_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONGEST_RUN = 2048
 """Tokens of the longest prompt that `Engine.warm` runs on a CPU: each takes time, and all compile the same code."""
@@ -49,11 +50,19 @@ def _memory_errors() -> Iterator[None]:
 
 def _on_device(model: str | Path | PreTrainedModel, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
     """Return the model, loaded if it is a directory; on a GPU layers that share an input are joined."""
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, str | Path):
+        from semisparse.checkpoint import load_model  # imports transformers
+
         return load_model(model, device, dtype, join=join_layers)
     if model.device.type == "cuda":
         join_layers(model)
     return model
+
+
+def _tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase:
+    from semisparse.checkpoint import load_tokenizer  # imports transformers
+
+    return load_tokenizer(path)
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,8 @@ class Engine:
             looked up in the text.
         deterministic_batch: whether a prompt's logits are the same bits whatever other prompts are in its batch.
             Prompts are then run one by one, and decode steps in groups of a fixed size.
+        bare: whether a directory may be loaded without transformers, whose import takes 2 to 3 seconds, if an earlier
+            start recorded how. The first start records it, once it has compared the logits.
         keep_dense: glob patterns of module names, such as ``*.down_proj`` or ``*``. Packed layers that match get a
             dense copy beside them, which computes the numbers of tokens at which it is faster: prompts, as a rule.
             The weights must not change afterwards. A copy does not quantise x, as a ``w4a8`` layer does. Layers on one
@@ -139,14 +150,19 @@ class Engine:
         draft: str | Path | PreTrainedModel | None = None,
         deterministic_batch: bool = False,
         keep_dense: Sequence[str] = (),
+        bare: bool = False,
     ) -> None:
         if isinstance(keep_dense, str):
             raise InputError(f"keep_dense is the text {keep_dense[:99]!r}, expected a list of patterns")
         start = time.perf_counter()
+        bare = bare and isinstance(model, str | Path) and tokenizer is None and draft is None
+        self.model: Any
+        self.tokenizer: Any
         with _memory_errors():
-            if not isinstance(model, PreTrainedModel):
-                tokenizer = tokenizer or load_tokenizer(model)
-            self.model, self.tokenizer = _on_device(model, device, dtype), tokenizer
+            found = load_recorded(Path(str(model)), device, dtype) if bare else None
+            if isinstance(model, str | Path) and found is None:
+                tokenizer = tokenizer or _tokenizer_of(model)
+            self.model, self.tokenizer = found or (_on_device(model, device, dtype), tokenizer)
             if isinstance(draft, str | Path):
                 self._check_tokenizer(draft)
             draft_model = None if draft is None else _on_device(draft, str(self.model.device), dtype)
@@ -155,6 +171,10 @@ class Engine:
         self.note: str | None = None
         with _memory_errors():
             self.backend = self._backend(self.model, draft_model, deterministic_batch, keep_dense)
+        if bare and found is None and isinstance(self.backend, DecoderBackend):
+            record_decoder(
+                Path(str(model)), dtype, self.model, self.backend.decoder, self.tokenizer, self._end_tokens()
+            )
         self.dense_bytes = getattr(self.backend, "dense_bytes", 0)
         self._warm: set[Hashable] = set()
         self._lock, self._thread = threading.Lock(), 0
@@ -186,6 +206,10 @@ class Engine:
                 raise InputError(f"{needing} needs the engine's own code: {error}") from error
             self.note = f"{type(model).__name__} runs through transformers' own code: {error}"
             warnings.warn(self.note, stacklevel=3)
+            from semisparse.engine.transformers_backend import (
+                TransformersBackend,
+            )  # imports transformers' model classes
+
             return TransformersBackend(model)
         if draft and draft.vocabulary != backend.vocabulary:
             raise InputError(
@@ -195,7 +219,7 @@ class Engine:
         return backend
 
     def _check_tokenizer(self, draft: str | Path) -> None:
-        own, other = self.tokenizer, load_tokenizer(draft)
+        own, other = self.tokenizer, _tokenizer_of(draft)
         if own is not None and own.get_vocab() != other.get_vocab():
             raise InputError(
                 f"the tokenizer of the draft model {draft} has other tokens: take one with the same tokenizer"

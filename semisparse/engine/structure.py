@@ -7,13 +7,15 @@ do. Their norms and activations must compute what a Llama layer's do. `decoder.c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from semisparse.engine.attention import HeadNorms, Heads, RotaryTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class UnknownStructureError(Exception):
@@ -173,11 +175,13 @@ def _check_norm(norm: nn.Module, epsilon: float) -> None:
         raise UnknownStructureError(f"{type(norm).__name__} is no RMSNorm with a plain weight")
 
 
-def rotary_table(structure: Structure, length: int, device: torch.device, dtype: torch.dtype) -> RotaryTable:
-    """Return the cosines and sines of positions 0 to ``length`` - 1, as the model's own module computes them."""
+def rotary_table(
+    rotary: nn.Module, head_dim: int, length: int, device: torch.device, dtype: torch.dtype
+) -> RotaryTable:
+    """Return the cosines and sines of positions 0 to ``length`` - 1, as a model's own module computes them."""
     positions = torch.arange(length, device=device)[None]
-    cosines, sines = structure.rotary(torch.empty(1, dtype=dtype, device=device), positions)
-    half = structure.heads.dim // 2
-    if cosines.shape[-1] != structure.heads.dim or not torch.equal(cosines[..., :half], cosines[..., half:]):
+    cosines, sines = rotary(torch.empty(1, dtype=dtype, device=device), positions)
+    half = head_dim // 2
+    if cosines.shape[-1] != head_dim or not torch.equal(cosines[..., :half], cosines[..., half:]):
         raise UnknownStructureError("its rotary embedding does not rotate the pairs (i, i + head dim / 2)")
     return RotaryTable(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())

@@ -1,15 +1,23 @@
-"""SparseLinear, experts, fused layers of several weights, replacing modules, slicing and stacking packed weights."""
+"""SparseLinear, experts, fused layers of several weights, replacing modules, slicing and stacking packed weights.
+
+The names of dequantise.py and replace.py are imported when they are first used: those modules import transformers.
+"""
+
+from typing import TYPE_CHECKING
 
 from semisparse.formats.product import fused_product, prepare_product, structure_of
+from semisparse.lazy import lazy
 from semisparse.nn.dense_copy import CopiedLinear, copy_pays
-from semisparse.nn.dequantise import dequantise_layers
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
 from semisparse.nn.joined_experts import JoinedExperts, join_experts
-from semisparse.nn.replace import LINEAR_CLASSES, is_linear, replace_linear, swap_weight, weight_of
 from semisparse.nn.slicing import check_slice, concatenate_weights, slice_weight
 from semisparse.nn.sparse_experts import SparseExperts, expert_shapes, is_fused_experts, prepare_experts, split_experts
 from semisparse.nn.sparse_linear import SparseLinear
 from semisparse.nn.stacked_linear import StackedLinear
+
+if TYPE_CHECKING:
+    from semisparse.nn.dequantise import dequantise_layers
+    from semisparse.nn.replace import LINEAR_CLASSES, is_linear, replace_linear, swap_weight, weight_of
 
 __all__ = [
     "LINEAR_CLASSES",
@@ -39,3 +47,7 @@ __all__ = [
     "swap_weight",
     "weight_of",
 ]
+
+REPLACING = ("LINEAR_CLASSES", "is_linear", "replace_linear", "swap_weight", "weight_of")
+
+__getattr__, __dir__ = lazy(__name__, {"dequantise_layers": ".dequantise", **dict.fromkeys(REPLACING, ".replace")})

@@ -60,6 +60,10 @@ class SparseLinear(nn.Module):
         packed = self.packed
         self._set_packed(Packed(packed.spec, {name: tensor.to(device) for name, tensor in packed.tensors.items()}))
 
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weight by one in the layout on disk, on any device: call `arrange` before the layer."""
+        self._set_packed(Packed(self.spec, dict(tensors)))
+
     def _set_packed(self, packed: Packed) -> None:
         """Replace the parameters by the tensors of ``packed``."""
         for name in self._names:
@@ -110,15 +114,10 @@ class SparseLinear(nn.Module):
             FormatError: the layer was built on the meta device and moved by `to_empty`, and no weight was loaded.
         """
         if self._unfilled:
-            self._check_filled()
-        return linear(x, self.packed, self.bias if bias is None else bias, self.kernel)
+            from semisparse.nn.filled import check_filled  # imports torch's compiler
 
-    @torch.compiler.disable
-    def _check_filled(self) -> None:
-        """Validate a layer whose memory was allocated after it was built. Compiled code calls it, too, once."""
-        self.validate()
-        self.arrange()
-        self._unfilled = False
+            check_filled(self)
+        return linear(x, self.packed, self.bias if bias is None else bias, self.kernel)
 
     def validate(self) -> None:
         """Check every stored tensor, as `Format.validate` does."""

@@ -12,15 +12,25 @@ HEADS, TOKENS, DIM = 8, 64, 128
 """The shape of the calls: small, and one that cuDNN's attention takes."""
 
 
-def load_in_background() -> Thread:
-    """Make a first matmul, a first attention and a few first elementwise calls in a thread, and return the thread.
+_loading: list[Thread] = []
+"""Threads of `load_in_background` for which nobody has waited."""
 
-    torch loads a library or a kernel when it is first used, without Python's lock. Wait for the thread before a CUDA
-    graph is captured. Nothing is said about errors: the calls that need the libraries meet them, too.
+
+def load_in_background() -> None:
+    """Make a first matmul, a first attention and a few first elementwise calls in a thread.
+
+    torch loads a library or a kernel when it is first used, without Python's lock. `wait` before a CUDA graph is
+    captured. Nothing is said about errors: the calls that need the libraries meet them, too.
     """
     thread = Thread(target=_load, name="CUDA libraries", daemon=True)
+    _loading.append(thread)
     thread.start()
-    return thread
+
+
+def wait() -> None:
+    """Wait until what `load_in_background` began has ended: a CUDA graph cannot be captured beside it."""
+    while _loading:
+        _loading.pop().join()
 
 
 @torch.no_grad()

@@ -84,23 +84,30 @@ def test_reading_ahead_says_nothing_about_a_directory_that_is_absent(tmp_path: P
 
 
 def test_the_libraries_are_loaded_while_the_block_imports():
-    code = IMPORTING.replace("begun = []", "begun = []\nstart._load_libraries = lambda: Libraries()").replace(
+    code = IMPORTING.replace("begun = []", "begun = []\nstart._libraries = lambda: Libraries").replace(
         "from semisparse.api import start",
         "from semisparse.api import start\n"
         "class Libraries:\n"
-        "    def __init__(self): begun.append('libraries')\n"
-        "    def join(self): begun.append(('joined', 'torch' in sys.modules))",
+        "    def load_in_background(): begun.append('libraries')\n"
+        "    def wait(): begun.append(('waited', 'torch' in sys.modules))",
     )
-    for device, expected in (("cuda", "'libraries', ('joined', True)]"), ("cpu", "('read', 'model', False)]")):
-        done = subprocess.run([sys.executable, "-c", code, device], capture_output=True, text=True, timeout=120)
-        assert expected in done.stdout.splitlines()[0], done.stderr
+    later = code.replace("sys.argv[1]):", "sys.argv[1], waits=False):")
+    begun = "[('read', 'model', False), ('context', False), 'libraries'"
+    for device, program, expected in (
+        ("cuda", code, f"{begun}, ('waited', True)]"),
+        ("cuda", later, f"{begun}]"),
+        ("cpu", code, "[('read', 'model', False)]"),
+    ):
+        done = subprocess.run([sys.executable, "-c", program, device], capture_output=True, text=True, timeout=120)
+        assert done.stdout.startswith(expected), done.stderr
 
 
 def test_loading_the_libraries_without_a_gpu_does_nothing(monkeypatch: pytest.MonkeyPatch):
     made: list[tuple[int, ...]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "ones", lambda *size, **named: made.append(size))
-    cuda_libraries.load_in_background().join()
+    cuda_libraries.load_in_background()
+    cuda_libraries.wait()
     assert not made
 
 
@@ -109,5 +116,6 @@ def test_the_calls_that_load_the_libraries_are_ones_that_run(monkeypatch: pytest
     """A call that fails is swallowed, and what comes after it is not loaded."""
     ended = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: ended.append(True))
-    cuda_libraries.load_in_background().join()
+    cuda_libraries.load_in_background()
+    cuda_libraries.wait()
     assert ended == [True]

@@ -27,7 +27,7 @@ def test_imports_are_prepared(verb: str, monkeypatch: pytest.MonkeyPatch):
     begun = []
 
     @contextmanager
-    def importing(model: Path | None = None, device: str = "cpu") -> Iterator[None]:
+    def importing(model: Path | None = None, device: str = "cpu", waits: bool = True) -> Iterator[None]:
         begun.append((model and str(model), device))
         raise SystemExit(7)
         yield

@@ -55,6 +55,17 @@ def test_every_architecture(architecture: str):
     assert all(shared.all_tokens for shared in inputs)
 
 
+def test_recording_ends_a_forward_at_the_last_decoder_layer(monkeypatch):
+    """The final norm of every calibration token would run on a CPU, for nothing."""
+    model = random_model("llama", torch.float32)
+    monkeypatch.setattr(model.model.norm, "forward", lambda states: pytest.fail("the final norm runs"))
+    hidden: list[torch.Tensor] = []
+    layers = decoder_layers(model)[1]
+    calls = record_calls(model, layers, [BATCH, BATCH[:1]], hidden.append)
+    assert [len(own) for own in calls] == [2] * len(layers)
+    assert [states.shape[0] for states in hidden] == [2, 1]
+
+
 def test_norms_after_the_sum():
     """OPT-350m normalises after each sum: the residual stream before fc2 is the output of the first norm."""
     sizes = {"hidden_size": 24, "word_embed_proj_dim": 24, "ffn_dim": 44, "num_hidden_layers": 2}

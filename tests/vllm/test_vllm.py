@@ -386,3 +386,22 @@ def test_code_compiled_for_other_formats_is_not_taken_for_a_directory_written_an
 
 def test_the_sizes_divide_over_two_ranks():
     assert not [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if SIZES[key] % 2]
+
+
+def test_the_attention_backend_is_registered_by_name_unless_another_plugin_has_one(monkeypatch):
+    import vllm
+    from vllm.v1.attention.backends import registry
+
+    from semisparse.integrations.vllm import register
+
+    custom, overrides = registry.AttentionBackendEnum.CUSTOM, {}
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", overrides)
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    register()
+    assert not custom.is_overridden()  # FlashAttention's interface is another there
+    monkeypatch.setattr(vllm, "__version__", "0.24.0")
+    register()
+    assert overrides == {custom: "semisparse.integrations.vllm.attention.DecodeAttentionBackend"}
+    overrides[custom] = "other.Backend"
+    register()
+    assert overrides == {custom: "other.Backend"}

@@ -71,7 +71,7 @@ class DecodeAttentionImpl(FlashAttentionImpl):
         m, numbers = attn_metadata.num_actual_tokens, attn_metadata.block_table
         keys, values = kv_cache.unbind(1)
         page = keys.shape[1]
-        longest = numbers.shape[1] * page
+        longest = numbers.stride(0) * page
         kernel = _kernel(m, self._heads, page, longest, query.dtype, query.device)
         kernel(query[:m], Pages(keys, values, numbers, attn_metadata.seq_lens, longest), output[:m])
         return output

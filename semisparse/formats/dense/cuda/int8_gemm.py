@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
+from semisparse.formats.dense.cuda import quantise
 from semisparse.formats.kernel import Problem, Product
 
 
@@ -23,12 +24,11 @@ def refusal(problem: Problem) -> str | None:
 def prepare(problem: Problem) -> Product:
     """Import Triton and choose the tile sizes by M."""
     from semisparse.formats.dense.cuda.int8_gemm_triton import choose_config, int8_gemm
-    from semisparse.quant.triton_symmetric import quantise_rows
 
-    config = choose_config(problem.m)
+    config, quantise_x = choose_config(problem.m), quantise.prepare(problem, torch.int8)
 
     def linear(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        rounded, scale = quantise_rows(x, torch.int8)
+        rounded, scale = quantise_x(x)
         return int8_gemm(rounded, scale, packed.tensors["values"], packed.tensors["scale"], bias, x.dtype, config)
 
     return linear

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
+from semisparse.formats.dense.cuda import quantise
 from semisparse.formats.kernel import Problem, Product
 from semisparse.quant.symmetric import FP8_MAX
 from semisparse.runtime.device import device_facts
@@ -28,10 +29,10 @@ def prepare(problem: Problem) -> Product:
     """Return the function that quantises x per tensor for kind fp8_tensor, per token for kind fp8."""
     if problem.params["kind"] == "fp8_tensor":
         return _per_tensor
-    from semisparse.quant.triton_symmetric import quantise_rows
+    quantise_x = quantise.prepare(problem, torch.float8_e4m3fn)
 
     def per_token(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        rounded, scale = quantise_rows(x, torch.float8_e4m3fn)
+        rounded, scale = quantise_x(x)
         return _multiply(rounded, scale[:, None], packed, packed.tensors["scale"][None, :], bias, x.dtype)
 
     return per_token

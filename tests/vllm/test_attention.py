@@ -1,0 +1,77 @@
+"""The attention backend of decode steps, its kernel emulated, on the cache and the metadata that vLLM passes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cuda_emulator import emulate, needs_compiler
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
+
+
+@pytest.fixture
+def attend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call the backend's forward; vLLM's own, which it may call, returns None."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from semisparse.engine.attention import Heads
+    from semisparse.integrations.vllm import attention
+
+    emulate(monkeypatch)
+    attention._kernel.cache_clear()
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *arguments: None)
+    impl = attention.DecodeAttentionImpl.__new__(attention.DecodeAttentionImpl)
+    impl.num_heads, impl.num_kv_heads, impl.head_size = HEADS, KV_HEADS, DIM
+    impl._heads, impl._is_plain = Heads(HEADS, KV_HEADS, DIM, DIM**-0.5), True
+
+    def run(query: Tensor, cache: Tensor, **changes: Any) -> Tensor | None:
+        metadata = {
+            "num_actual_tokens": 2,
+            "max_query_len": 1,
+            "seq_lens": torch.tensor([21, 5], dtype=torch.int32),
+            "block_table": torch.tensor([[3, 0, 7], [1, 7, 7]], dtype=torch.int32),
+            "use_cascade": False,
+            "causal": True,
+        }
+        out = torch.full_like(query, float("nan"))
+        return impl.forward(None, query, None, None, cache, SimpleNamespace(**{**metadata, **changes}), out)
+
+    yield run
+    attention._kernel.cache_clear()
+
+
+@needs_compiler
+def test_two_sequences_attend_to_their_pages(attend):
+    """The third token is padding, which nothing writes."""
+    query, cache = torch.randn(3, HEADS, DIM).half(), torch.randn(8, 2, PAGE, KV_HEADS, DIM).half()
+    found = attend(query, cache)
+    for row, (pages, length) in enumerate((([3, 0], 21), ([1], 5))):
+        keys, values = (cache[pages, i].flatten(0, 1)[:length].float().repeat_interleave(2, 1) for i in range(2))
+        weights = torch.einsum("hd,phd->hp", query[row].float(), keys).mul(DIM**-0.5).softmax(-1)
+        torch.testing.assert_close(
+            found[row].float(), torch.einsum("hp,phd->hd", weights, values), rtol=2e-3, atol=2e-3
+        )
+    assert found[2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_query_len": 2}, {"num_actual_tokens": 3}, {"use_cascade": True}, {"causal": False}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_steps_are_left_to_flash_attention(attend, changes):
+    query, cache = torch.randn(3, HEADS, DIM).half(), torch.randn(8, 2, PAGE, KV_HEADS, DIM).half()
+    assert attend(query, cache, **changes) is None
+
+
+def test_tensors_that_the_kernel_does_not_take_are_left_to_flash_attention(attend):
+    query, cache = torch.randn(3, HEADS, DIM).half(), torch.randn(8, 2, PAGE, KV_HEADS, DIM).half()
+    assert attend(query, cache.to(torch.float8_e4m3fn)) is None
+    assert attend(query.repeat(1, 2, 1)[:, ::2], cache) is None
