@@ -19,7 +19,7 @@ from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.nn import SparseLinear, join_layers
 
 READERS = 4
-"""Threads that copy weights to the device. 3.76 GB took 0.8 s from the page cache to an H200 (results/h200/start.csv)."""
+"""Threads that copy weights to the device: 3.76 GB took 0.8 s from the page cache to an H200 (h200/start.csv)."""
 
 
 class BareNorm(nn.Module):
