@@ -9,7 +9,7 @@ from typing import Any
 
 from semisparse.checkpoint.digests import check_digests
 from semisparse.checkpoint.directory import ModelDirectory
-from semisparse.checkpoint.file_layers import THREADS, FileLayers
+from semisparse.checkpoint.file_layers import DIGESTS, THREADS, FileLayers
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, bytes_on_gpu, get_format
 
@@ -38,6 +38,7 @@ def describe(
           are none).
         - ``gpu_layer_bytes``: about the bytes that the compressed layers take on a GPU, the most of all GPUs.
         - ``verified``: the argument ``verify``.
+        - ``without_digests``: how many compressed layers have no digests in config.json.
     Raises:
         CheckpointError: a tensor is corrupted.
     """
@@ -70,6 +71,7 @@ def describe(
         "gpu_layer_bytes": layer_bytes_on(directory.layers.values()),
         "bits_per_weight": 8 * layer_bytes / weights if weights else None,
         "verified": verify,
+        "without_digests": sum(entries[name].get(DIGESTS) is None for name in directory.layers),
     }
 
 
@@ -98,12 +100,13 @@ def _verify(directory: ModelDirectory, name: str, entry: Mapping[str, Any], laye
 
 def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str, Any]:
     density = entry.get("density")
+    known = isinstance(density, float | int) and not isinstance(density, bool) and 0 <= density <= 1
     return {
         "name": name,
         "format": packed.spec.format,
         "pattern": str(packed.pattern),
         "shape": list(packed.shape),
-        "density": density if isinstance(density, float | int) else None,
+        "density": density if known else None,
         "bits_per_weight": packed.bits_per_weight,
         "bytes": packed.nbytes,
         "error": entry.get("error"),

@@ -40,7 +40,7 @@ class _Copier:
     """Copies tensors to a GPU; for several threads."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # with its number, which `set_device` wants
         self._own = local()
 
     def __call__(self, tensor: Tensor) -> Tensor:

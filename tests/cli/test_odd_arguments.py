@@ -255,3 +255,22 @@ def test_an_ignored_layer_that_is_not_there_is_announced(run: Run, model: Path, 
     sentence = f"ignore: '{glob}' matches no layer of the model; an example is 'model.layers.0."
     assert outcome.status == 0, outcome
     assert (sentence in " ".join(outcome.err.split())) != known
+
+
+def test_layers_without_digests_are_counted_and_an_impossible_density_is_not_shown(
+    run: Run, compressed: Path, tmp_path: Path
+):
+    shutil.copytree(compressed, tmp_path / "small")
+    file = tmp_path / "small" / "config.json"
+    config = json.loads(file.read_text())
+    first, second, *_ = config["quantization_config"]["layers"].values()
+    del first["digests"]
+    first["density"], second["density"] = 5, True
+    file.write_text(json.dumps(config))
+    outcome = run("inspect", tmp_path / "small", "--verify")
+    assert "1 compressed layers have no digests in config.json" in " ".join(outcome.err.split())
+    assert "5.0000" not in outcome.err
+    assert "no digests" not in run("inspect", compressed, "--verify").err
+    described = run("inspect", tmp_path / "small", "--json").json
+    assert described["without_digests"] == 1
+    assert [layer["density"] for layer in described["layers"][:3]].count(None) == 2
