@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "sparsegpt-published": ("prune=sparsegpt-published",),
     "sparsegpt": ("prune=sparsegpt", *PLAIN),
     "sparsegpt + gains": ("prune=sparsegpt",),
+    "sparsegpt + gains, swaps": ("prune=sparsegpt", "refine=swaps"),
 }
 COLUMNS = ("model", "pattern", "method", "nll", "kl", "dense_nll", "tokens", "samples", "seed", "device")
 
@@ -39,13 +40,13 @@ def main() -> None:
     parser = parser_of(__doc__, samples=None)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--patterns", default=",".join(PATTERNS))
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=";".join(METHODS), help="separated by semicolons")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = read_rows(options.csv)
     done = {(row["model"], row["pattern"], row["method"]) for row in rows}
     for name in options.models.split(","):
-        wanted = [(p, m) for p in options.patterns.split(",") for m in options.methods.split(",")]
+        wanted = [(p, m) for p in options.patterns.split(",") for m in options.methods.split(";")]
         missing = [(pattern, method) for pattern, method in wanted if (name, pattern, method) not in done]
         for row in measure(name, missing, options):
             rows.append(row)

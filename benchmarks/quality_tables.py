@@ -272,7 +272,34 @@ def storage() -> str:
     return "\n\n".join(tables)
 
 
+def activations() -> str:
+    """KL of the same weights with unrounded activations and with activations in 8 bits."""
+    rows = result("activations.csv")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = {(row["run"], row["model"]): f"{float(row['kl']):.4f}, {float(row['kl_rounded']):.4f}" for row in rows}
+    runs = dict.fromkeys(row["run"] for row in rows)
+    return markdown(("", *models), [[run, *(cells.get((run, model), "") for model in models)] for run in runs])
+
+
+def swaps() -> str:
+    """KL with conjugate gradients alone, and with weights exchanged as well."""
+    rows = result("pruners_swaps.csv")
+    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
+    kl = {(row["model"], row["pattern"], row["method"]): float(row["kl"]) for row in rows}
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = []
+        for pattern in patterns:
+            plain, swapped = (kl.get((model, pattern, f"sparsegpt + gains{way}")) for way in ("", ", swaps"))
+            both = f"{plain:.4f}, {swapped:.4f} ({swapped / plain - 1:+.0%})" if plain and swapped else ""
+            cells.append(both.replace("%", " %"))
+        lines.append([model, *cells])
+    return markdown(("", *patterns), lines)
+
+
 TABLES = {
+    "activations": activations,
+    "swaps": swaps,
     "pruners": pruners,
     "other-text": other_text,
     "search": search,

@@ -28,6 +28,7 @@ PAGES = (
     "docs/performance.md",
     "docs/quality.md",
     "docs/targets.md",
+    "docs/experiments/audit.md",
     "docs/experiments/blocks.md",
     "docs/experiments/decode-step.md",
     "docs/experiments/joint-search.md",

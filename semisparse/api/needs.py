@@ -13,10 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from semisparse.api.rivals import TOKENS
+from semisparse.api.targets import menu
 from semisparse.compress import Ranks, Recipe
 from semisparse.compress.propagate import DecoderLayer
 from semisparse.compress.tune.predictions import KEPT
 from semisparse.errors import InputError
+from semisparse.patterns import parse_pattern
 
 HESSIANS = 10.4
 """Maximum number of float32 matrices [K, K] while a linear layer is pruned by its Hessian."""
@@ -144,6 +146,11 @@ def needs_of(
         host += PREDICTION_BYTES * sum(batch.numel() for batch in batches)
     packed = sum(weight.nbytes for weight in weights)
     disk = 2 * packed + whole
+    if plan.search == "joint":  # every layer in every way that it may choose; one decoder layer at a time is in memory
+        choices = menu(plan, rounds_activations="prompt" in dict(plan.targets))
+        ways = sum(item * parse_pattern(choice.pattern).density + 1 / 8 for choice in choices)
+        host += int(ways * max(blocks))
+        disk += int(ways * sum(weight.numel() for weight in weights))
     on_disk = (states, offload) if offload else (0, None)
     needs = Needs(host, compute, disk, *on_disk) if device.type == "cuda" else Needs(host + compute, 0, disk, *on_disk)
     return needs.on_each(ranks.on_this_host)

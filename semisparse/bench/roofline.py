@@ -134,7 +134,10 @@ def problem_for(candidate: Candidate, m: int, n: int, k: int, dtype: torch.dtype
     """
     sample = packed_sample(candidate, n, k, dtype)
     spec = replace(get_format(candidate.format).structure(sample.spec), shape=(n, k))
-    return Problem(m, spec, dtype, torch.device(device)), sample.nbytes * n / sample.shape[0]
+    # The last rows are sampled apart: formats pad them to whole tiles of rows.
+    samples, rest = divmod(n, SAMPLE_ROWS)
+    stored = samples * sample.nbytes + (packed_sample(candidate, rest, k, dtype).nbytes if rest else 0)
+    return Problem(m, spec, dtype, torch.device(device)), stored
 
 
 def packed_sample(candidate: Candidate, n: int, k: int, dtype: torch.dtype) -> Packed:

@@ -25,7 +25,7 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """The name in tables, such as ``gqs w4 g128@0%``."""
+        """The name in tables: format, bits and pattern."""
         words = [self.format, self.quant, self.pattern]
         return " ".join(word for word in words if word not in ("none", NO_ZEROS))
 

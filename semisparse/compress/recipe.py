@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from semisparse.errors import PatternError, RecipeError
-from semisparse.patterns import parse_pattern
+from semisparse.patterns import NM, parse_pattern
 from semisparse.quant.group import KINDS as GROUP_KINDS
 
 KNOWN_VALUES: dict[str, tuple[str, ...]] = {
@@ -19,7 +19,7 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "quant": ("none", "int8", "fp8", *GROUP_KINDS, "keep"),
     "search": ("profile", "evolution", "rheosparse", "joint", "none"),
     "tune": ("bqpo", "bqpo+e2e", "bqpo+kl", "none"),
-    "refine": ("cg", "none"),
+    "refine": ("cg", "swaps", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
     "saliency": ("loss", "eq4"),
@@ -78,7 +78,9 @@ class Recipe:
             ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
             ``bqpo+kl``: the same, but on the KL divergence from the dense model's predictions.
         ignore: glob patterns of module names; linear layers that match stay dense.
-        refine: ``cg`` optimises the kept weights by conjugate gradients once the mask is final.
+        refine: ``cg`` optimises the kept weights by conjugate gradients once the mask is final. ``swaps`` then
+            exchanges kept and pruned weights within the windows of an n:m pattern, as long as that lowers the layer's
+            output error, and optimises again.
         order: ``windows`` prunes the windows with the largest loss first; ``columns`` prunes windows from left to
             right. Inside a window of 16 columns or more, both prune the column with the largest loss first.
         target: ``residual`` makes each linear layer also compensate the error of those before it; ``local`` only its
@@ -164,9 +166,15 @@ class Recipe:
                 f"tune={self.tune} trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
             )
         try:
-            parse_pattern(self.pattern)
+            pattern = parse_pattern(self.pattern)
         except PatternError as error:
             raise RecipeError(f"recipe key 'pattern': {error}") from error
+        swaps = self.refine == "swaps"
+        if swaps and (self.targets or self.prune != "sparsegpt" or not isinstance(pattern, NM)):
+            raise RecipeError(
+                f"refine=swaps exchanges weights within the windows of an n:m pattern after prune=sparsegpt; got "
+                f"prune={self.prune}, {'targets' if self.targets else f'pattern {self.pattern}'}: set refine=cg"
+            )
 
     @property
     def code_bits(self) -> int:

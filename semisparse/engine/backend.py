@@ -38,7 +38,7 @@ step serves all texts that fit the cache."""
 
 FIXED_BATCH = {"cuda": 16, "cpu": 1}
 """Sequences per pass of a decode step with ``deterministic_batch``. On a GPU 16 tokens take 1.1 to 1.4 times as long as
-one in most formats (3 to 6 times in ec_csr); the formats' README.md files have the times."""
+one in most formats (3 to 6 times in one of them); the formats' README.md files have the times."""
 
 
 class Backend(ABC):

@@ -213,7 +213,8 @@ Smaller grids were not timed."""
 class Rates:
     """How fast a format expands weight tiles, for `choose`; fitted to times on an H200.
 
-    The times are in results/h200/sweeps/gemm256.csv; for bitmask with codes, in results/h200/sweeps/bitmask-codes.csv.
+    The times are in results/h200/sweeps/gemm256.csv; for masked weights in 8 and 4 bits, in
+    results/h200/sweeps/bitmask-codes.csv.
 
     Args:
         expand_us: microseconds in which an SM expands a weight tile.

@@ -21,7 +21,7 @@ DENSE_TILE_BYTES = ROWS * 4 * (64 * 2 + 16)
 """Shared memory per warp for the tile that it expands: four padded blocks of 64 columns per row."""
 
 CTAS_PER_SM = 3
-"""Maximum CTAs per SM: 12 warps with 18 KB of shared memory each for bitmask's 32:64."""
+"""Maximum CTAs per SM: 12 warps with 18 KB of shared memory each at 32:64."""
 
 
 @dataclass(frozen=True)

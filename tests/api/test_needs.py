@@ -113,3 +113,18 @@ def test_an_offload_directory_that_is_missing_or_too_small_is_refused(tmp_path: 
     with pytest.raises(InputError, match=f"take up to 1.0 GB of {tmp_path}, 0.9 GB are free: use fewer --samples"):
         Needs(0, 0, 0, 1_000_000_000, tmp_path).check(room)
     Needs(0, 0, 0, 800_000_000, tmp_path).check(room)
+
+
+def test_a_joint_search_stores_every_layer_in_every_way(tmp_path: Path):
+    """Where no way is left out, the unfinished work takes the disk that was said, or somewhat less."""
+    said, most = list[str](), [0]
+
+    def progress(stage: str, done: int, total: int) -> None:
+        most[0] = max(most[0], sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()))
+
+    target = {"bits": 6.0}
+    arguments = {"calibration": DOCUMENTS, "samples": 8, "seqlen": 32, "out": tmp_path / "out", "target": target}
+    model = random_model("llama")
+    semisparse.compress(model, byte_tokenizer(), "auto", **arguments, progress=progress, inform=said.append)
+    told = int(said[0].partition(" MB of disk")[0].rpartition(" ")[2]) * 1e6
+    assert 0.2 * told < most[0] < told, (told, most)

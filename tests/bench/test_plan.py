@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from semisparse.bench import machines, shapes
 from semisparse.bench.machines import Machine, find_machine
 from semisparse.bench.plan import make_plan
-from semisparse.bench.roofline import Candidate, candidates, estimate, estimate_matmul, problem_for
+from semisparse.bench.roofline import Candidate, candidates, estimate, estimate_matmul, problem_for, random_weight
 from semisparse.bench.shapes import ARCHITECTURES, LayerShape, architecture, layer_shapes
 from semisparse.errors import InputError, PatternError
 from semisparse.formats import Format, Pass, get_format, registry
@@ -329,3 +329,14 @@ def test_a_directory_whose_config_is_broken_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json is unreadable"):
         layer_shapes(str(tmp_path))
+
+
+@pytest.mark.parametrize("form", ["bitmask", "dense", "gqs", "slide24", "vector_nm"])
+def test_the_predicted_bytes_of_rows_that_fill_no_tile_are_enough(form: str):
+    """128 rows and the rest are sampled apart. In proportion, 168 rows would be 10.5 tiles of 16, not 11."""
+    for candidate in (candidate for candidate in candidates([form]) if candidate.format == form):
+        for n in (168, 296):
+            _, predicted = problem_for(candidate, 1, n, 128, torch.float16, "cpu")
+            weight = random_weight(parse_pattern(candidate.pattern), n, 128, torch.float16, "cpu")
+            packed = get_format(form).pack(weight, candidate.pattern, **candidate.options)
+            assert packed.nbytes <= predicted <= 1.01 * packed.nbytes, candidate.label

@@ -21,8 +21,8 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call the backend's forward; vLLM's own, which it may call, returns None."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+    from semisparse.api import vllm_attention as attention
     from semisparse.engine.attention import Heads
-    from semisparse.integrations.vllm import attention
 
     emulate(monkeypatch)
     attention._kernel.cache_clear()

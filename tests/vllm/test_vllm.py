@@ -401,7 +401,7 @@ def test_the_attention_backend_is_registered_by_name_unless_another_plugin_has_o
     assert not custom.is_overridden()  # FlashAttention's interface is another there
     monkeypatch.setattr(vllm, "__version__", "0.24.0")
     register()
-    assert overrides == {custom: "semisparse.integrations.vllm.attention.DecodeAttentionBackend"}
+    assert overrides == {custom: "semisparse.api.vllm_attention.DecodeAttentionBackend"}
     overrides[custom] = "other.Backend"
     register()
     assert overrides == {custom: "other.Backend"}

@@ -25,10 +25,11 @@ from semisparse.compress.prune.sparsegpt import (
     quantise_columns,
 )
 from semisparse.compress.prune.statistics import Statistics
+from semisparse.compress.prune.swaps import swap_weights
 from semisparse.compress.prune.wanda import wanda
 from semisparse.compress.recipe import Recipe
 from semisparse.errors import InputError
-from semisparse.patterns import Group, Pattern
+from semisparse.patterns import NM, Group, Pattern
 from semisparse.quant.group import GroupScales
 
 
@@ -203,6 +204,10 @@ def _masked(problem: _Problem, pattern: Pattern, recipe: Recipe) -> tuple[Tensor
     pruned, kept = prune_columns(goal, upper, pattern, None, _rule(recipe))
     if _refines(recipe):
         pruned = conjugate_gradient(pruned, kept, problem.hessian, goal)
+    if recipe.refine == "swaps":
+        assert isinstance(pattern, NM), f"refine=swaps with {pattern}: the recipe was not checked"
+        pruned, kept = swap_weights(pruned, kept, problem.hessian, goal, problem.order, pattern.window)
+        pruned = conjugate_gradient(pruned, kept, problem.hessian, goal)
     return pruned, kept
 
 
@@ -241,7 +246,7 @@ def _sparsegpt(
 
 def _refines(recipe: Recipe) -> bool:
     """Return whether kept weights are optimised once the mask is final."""
-    return recipe.refine == "cg" and recipe.prune != "sparsegpt-published"
+    return recipe.refine != "none" and recipe.prune != "sparsegpt-published"
 
 
 def _in_groups(

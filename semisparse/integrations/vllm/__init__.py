@@ -21,7 +21,7 @@ def register() -> None:
         register_runner()
     # By name: importing it takes FlashAttention's compiled code. Its interface changes between versions.
     if vllm.__version__.startswith("0.24.") and not AttentionBackendEnum.CUSTOM.is_overridden():
-        register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.attention.DecodeAttentionBackend")
+        register_backend(AttentionBackendEnum.CUSTOM, "semisparse.api.vllm_attention.DecodeAttentionBackend")
 
 
 __all__ = ["SemisparseVllmConfig", "register"]

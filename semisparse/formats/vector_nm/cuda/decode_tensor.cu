@@ -14,9 +14,9 @@
 // warps compute a row tile of the gate, the other half that of the up projection: one CTA has rows r and n / 2 + r.
 // PDL: a fused kernel issues the copies of its first weights before griddepcontrol.wait; others read nothing before it. The
 // next kernel may launch once the first copies are issued.
-// Bound: latency: the time until the first byte arrives, and the time after the last one has arrived. One token at 4096 x 4096, 16:32v32 takes 7.5 us in
-// isolated launches (H200); ncu: DRAM busy for 43 %, issue 24 %, shared memory 17 %. At 28672 x 8192: DRAM, 56.9 us
-// (results/h200/sweeps/nm-decode-tensor.csv).
+// Bound: latency: the time until the first byte arrives, and the time after the last one. One token at 4096 x 4096, 16:32v32
+// takes 7.5 us in isolated launches (H200); ncu: DRAM busy for 43 %, issue 24 %, shared memory 17 %. At 28672 x 8192: DRAM,
+// 56.9 us (results/h200/sweeps/nm-decode-tensor.csv).
 //
 // Macros: SCALAR (__half or __nv_bfloat16, of x, w, bias and y), KEEP, WINDOW, LENGTH, TILE_N (16 or 32), TILE_M (1, 8 or
 // 16), WARPS, STAGES, CTAS_PER_SM (for the register limit), and what fusion.cuh takes.

@@ -24,7 +24,7 @@ __device__ __forceinline__ void add(Accumulators& accumulators, int group, float
 }
 
 // Rounds two floats to one word, the first in its low half. Not pack2 of types.cuh, which compiles to different code in two
-// variants of bitmask's gemm.cu and has not been timed there.
+// variants of a format's gemm.cu and has not been timed there.
 template <typename Scalar>
 __device__ __forceinline__ Word pack(float low, float high) {
     Scalar values[2];

@@ -1,7 +1,7 @@
 // Permutes the columns of x to the order of gemm.cuh's weight fragments, pads x with zeros, and zeroes gemm.cuh's counters.
 //
 // In a fragment, lane 4 g + t has two words (pairs of columns) of rows g and g + 8 per k-step. Lanes with the same t take block
-// t of every four blocks of BLOCK columns: masks of bitmask, groups of gqs. BLOCK = 2 keeps the order of x. A tile of 256
+// t of every four blocks of BLOCK columns, which share a mask or a scale. BLOCK = 2 keeps the order of x. A tile of 256
 // columns has 64 columns for each t: 32 words, numbered p. Words p of t = 0 to 3 are stored together in 16 bytes; two p are a
 // k-step (32 bytes), eight p a slice (128 bytes).
 // A slice of TILE_M tokens is stored as wgmma reads it from shared memory: a 128-byte row per token, 16-byte unit u at

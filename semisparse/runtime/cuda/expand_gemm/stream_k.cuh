@@ -78,10 +78,10 @@ struct TileCursor {
         : work(work), iteration(iteration), column(work.column(iteration)), warp(warp) {
         find_weight_row();
     }
-    __device__ __forceinline__ void advance(int iterations = 1) {
-        iteration += iterations, column += iterations;
-        if (column < work.column_tiles) return;
-        column = iterations == 1 ? 0 : column % work.column_tiles;
+    __device__ __forceinline__ void advance() {
+        ++iteration;
+        if (++column < work.column_tiles) return;
+        column = 0;
         find_weight_row();
     }
     __device__ __forceinline__ void find_weight_row() {

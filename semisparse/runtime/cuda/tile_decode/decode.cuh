@@ -117,7 +117,7 @@ struct WarpPipeline {
         if constexpr (Tiles::kFinds) return fill_found();
 #pragma unroll
         for (int i = 0; i < STAGES; ++i, advance()) {
-            // x goes first, so that it does not queue behind the weights: 8.1 us, else 8.8 (bitmask, 4096 x 4096).
+            // x goes first, so that it does not queue behind the weights: 8.1 us, else 8.8 (32:64, 4096 x 4096).
             if constexpr (!kFused)
                 if (group < row_tiles) x.copy(x_ring + i * x_bytes, column, warp_n, lane);
             copy_weights(i);

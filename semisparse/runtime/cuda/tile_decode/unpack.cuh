@@ -4,7 +4,7 @@
 // Grid: 1-D, at most as many CTAs as are resident. CTA: WARPS warps; each takes one tile at a time and strides over all tiles.
 // Shared memory: WARPS rings of STAGES tiles (cp.async), and per warp a dense tile: 16 rows of four blocks of 144 bytes. The warp
 // expands a tile into it, so that a row is written in 512 consecutive bytes.
-// Bound by memory: for bitmask from 8960 x 1536 up it takes 1.12 to 1.21 times its bytes over bandwidth (14.9 us at 4096 x 4096).
+// Bound by memory: at 32:64 from 8960 x 1536 up it takes 1.12 to 1.21 times its bytes over bandwidth (14.9 us at 4096 x 4096).
 //
 // A format defines a type Tiles as for decode.cuh; its Expander has two rows, `upper` and `lower`, whose expand<step>() returns four
 // columns.
