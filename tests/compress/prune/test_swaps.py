@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 
-from semisparse.compress.prune import swaps
+from semisparse.compress.prune import prune_layer, swaps
 from semisparse.compress.prune.swaps import swap_weights
 from semisparse.compress.recipe import Recipe
 from semisparse.errors import RecipeError
-from semisparse.patterns import NM
+from semisparse.patterns import NM, parse_pattern
+from tests.compress.prune.test_layer import inputs, output_error, random_weight, statistics_of
 from tests.compress.prune.test_refine import random_problem
 
 
@@ -70,3 +71,18 @@ def test_what_has_no_windows_is_refused(setting):
     Recipe(pattern="2:4", refine="swaps")
     with pytest.raises(RecipeError, match=r"refine=swaps exchanges weights within the windows of an n:m pattern"):
         Recipe(**{"pattern": "2:4", "refine": "swaps", **setting})
+
+
+@pytest.mark.parametrize("quant", ["none", "w4"])
+@pytest.mark.parametrize("pattern", ["2:4", "8:16"])
+def test_a_layer_loses_less_and_obeys_its_pattern(pattern, quant):
+    weight, x = random_weight(), inputs()
+    pruned = {
+        refine: prune_layer(
+            weight, parse_pattern(pattern), statistics_of(x), Recipe(pattern=pattern, refine=refine, quant=quant)
+        ).weight
+        for refine in ("cg", "swaps")
+    }
+    assert parse_pattern(pattern).violation(pruned["swaps"] != 0) is None
+    errors = {refine: output_error(found, weight, x) for refine, found in pruned.items()}
+    assert errors["swaps"] < errors["cg"]
