@@ -50,7 +50,7 @@ def test_products(emulated):
     [(250, 701, "70%", 227, 2), (150, 701, "0%", 99, 1)],
 )
 def test_mask_tiles_are_unpacked(emulated, monkeypatch, n, k, pattern, shared, stages):
-    """Three CTAs of four warps have 48 and 30 tiles, so each refills its stages; one stage is for GPUs with less memory."""
+    """Twelve warps have 48 and 30 tiles, so all refill their stages; one stage is for GPUs with less memory."""
     emulate(monkeypatch, 1)
     monkeypatch.setattr(unpack_tiles, "device_facts", lambda device: replace(gpu(1), shared_per_cta=shared << 10))
     for weight in (random_weight(n, k, pattern, torch.bfloat16), uneven_weight(n, k, torch.bfloat16)):
