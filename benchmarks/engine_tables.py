@@ -43,22 +43,22 @@ def beside_dense(file: str, work: str, counts: Sequence[str], first: str) -> str
 
 def steps() -> str:
     """Decode steps of 8 blocks by batch."""
-    return beside_dense("h200/blocks.csv", "step", BATCHES, "batch")
+    return beside_dense("h200/blocks-every.csv", "step", BATCHES, "batch")
 
 
 def prompts() -> str:
     """Captured prompts of 8 blocks by length."""
-    return beside_dense("h200/blocks.csv", "prompt", PROMPTS, "tokens, captured")
+    return beside_dense("h200/blocks-every.csv", "prompt", PROMPTS, "tokens, captured")
 
 
 def launched() -> str:
     """Prompts of 8 blocks, launched from Python, by length."""
-    return beside_dense("h200/blocks.csv", "eager", PROMPTS, "tokens, launched from Python")
+    return beside_dense("h200/blocks-every.csv", "eager", PROMPTS, "tokens, launched from Python")
 
 
 def as_generated() -> str:
     """Prompts of 8 blocks as `generate` runs them."""
-    return beside_dense("h200/blocks-formats.csv", "wall", PROMPTS, "tokens, as `generate` runs them")
+    return beside_dense("h200/blocks-every.csv", "wall", PROMPTS, "tokens, as `generate` runs them")
 
 
 EC_CSR = "h200/blocks-ec_csr.csv"
@@ -66,22 +66,15 @@ EC_CSR = "h200/blocks-ec_csr.csv"
 
 
 def formats() -> str:
-    """Milliseconds of steps and captured prompts of 8 blocks, and of steps of 32, in all formats, of two calls."""
-    columns = [("step", "1"), ("step", "8"), ("step", "32"), ("prompt", "128"), ("prompt", "512")]
+    """Milliseconds of steps of 32 blocks in all formats, of two calls."""
     lines = []
     for file in ("h200/blocks-formats.csv", EC_CSR):
-        whole, few = by_work(file, "32"), by_work(file)
-        for weights in dict.fromkeys(weights for weights, _, _ in few if weights in NAMES):
-            cells = [f"{few[(weights, *column)] / 1e3:.2f}" for column in columns]
-            if weights != "dense":
-                cells = [
-                    f"{cell} ({few[(weights, *column)] / few[('dense', *column)]:.2f})"
-                    for cell, column in zip(cells, columns, strict=True)
-                ]
-            name = NAMES[weights] + (", beside ec_csr" if weights == "dense" and file == EC_CSR else "")
-            lines.append([name, *(f"{whole[weights, 'step', count] / 1e3:.2f}" for count in ("1", "8")), *cells])
-    head = ("32 blocks: batch 1", "8", "8 blocks: batch 1", "8", "32", "prompt of 128", "512")
-    return markdown(("", *head), lines)
+        whole = by_work(file, "32")
+        for weights in dict.fromkeys(weights for weights, _, _ in whole):
+            times = [(whole[weights, "step", count], whole["dense", "step", count]) for count in ("1", "8")]
+            cells = [f"{us / 1e3:.2f}" + ("" if weights == "dense" else f" ({us / dense:.2f})") for us, dense in times]
+            lines.append([NAMES[weights] + (", beside ec_csr" if (weights, file) == ("dense", EC_CSR) else ""), *cells])
+    return markdown(("batch", "1", "8"), lines)
 
 
 TOKENS = ("1", "8", "16", "32", "64", "128", "256", "1024")
@@ -116,9 +109,6 @@ TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": l
 TABLES |= {
     "blocks-formats": formats,
     "blocks-generated": as_generated,
-    "blocks-ec_csr-steps": partial(beside_dense, EC_CSR, "step", BATCHES, "batch"),
-    "blocks-ec_csr-prompts": partial(beside_dense, EC_CSR, "prompt", PROMPTS, "tokens, captured"),
-    "blocks-ec_csr-generated": partial(beside_dense, EC_CSR, "wall", PROMPTS, "tokens, as `generate` runs them"),
     "every-token-large": partial(every_token, "28672", "8192"),
     "every-token-small": partial(every_token, "4096", "4096"),
 }

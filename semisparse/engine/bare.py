@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -14,9 +15,11 @@ from semisparse.checkpoint import ModelDirectory
 from semisparse.engine.attention import HeadNorms
 from semisparse.engine.blueprint import Blueprint, Rotary
 from semisparse.engine.structure import Layer, Structure
-from semisparse.engine.upload import on_device
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.nn import SparseLinear, join_layers
+
+READERS = 4
+"""Threads that copy weights to the device: 3.76 GB took 0.8 s from the page cache to an H200 (h200/start.csv)."""
 
 
 class BareNorm(nn.Module):
@@ -164,13 +167,13 @@ def load_bare(directory: ModelDirectory, blueprint: Blueprint, device: torch.dev
 def _read(directory: ModelDirectory, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield each stored tensor, on the device. Tensors that are not packed are cast to a dtype."""
     packed = {f"{layer}.{name}" for layer, weight in directory.layers.items() for name in weight.tensors}
-    headers = directory.headers
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in {h.file for h in headers.values()}}
+        files = {header.file for header in directory.headers.values()}
+        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
 
-        def read(name: str) -> Tensor:
-            tensor: Tensor = opened[headers[name].file].get_tensor(name)
-            return tensor
+        def load(name: str) -> Tensor:
+            tensor: Tensor = opened[directory.headers[name].file].get_tensor(name).to(device)
+            return tensor if name in packed else tensor.to(dtype)
 
-        for name, tensor in on_device(headers, read, device):
-            yield name, tensor if name in packed else tensor.to(dtype)
+        with ThreadPoolExecutor(READERS) as pool:
+            yield from zip(directory.headers, pool.map(load, directory.headers), strict=True)

@@ -15,9 +15,9 @@ from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, in_tiles
 
 
 @needs_compiler
-@pytest.mark.parametrize(("n", "k", "keep", "stages"), [(90, 701, 31, 2), (70, 701, 64, 1)])
+@pytest.mark.parametrize(("n", "k", "keep", "stages"), [(250, 701, 31, 2), (150, 701, 64, 1)])
 def test_emulated_bit_for_bit(emulated, monkeypatch: pytest.MonkeyPatch, n: int, k: int, keep: int, stages: int):
-    """Three CTAs of four warps have 18 and 15 tiles, so some warps have two; one stage is for GPUs with less memory."""
+    """Twelve warps have 48 and 30 tiles, so all refill their stages; one stage is for GPUs with less memory."""
     emulate(monkeypatch, sms=1)
     facts = replace(device_facts("cpu"), shared_per_cta=(227 if stages == 2 else 99) << 10)
     monkeypatch.setattr(unpack, "device_facts", lambda device: facts)
