@@ -31,8 +31,12 @@ FOLDER = "blueprints"
 PACKAGES = ("transformers", "tokenizers")
 """The packages whose code the engine is compared with, beside torch."""
 
-FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json")
-"""The files of a model directory, some of them optional, on which a blueprint depends."""
+FILES = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
+"""The files of a model directory, most of them optional, on which a blueprint depends. Without a tokenizer.json, whose
+tokenizer may come from still other files, nothing is recorded."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def record_decoder(
         tokenizer: the directory's.
         ends: tokens that end a text.
     """
-    form = recorded_form(tokenizer, path)
+    form = recorded_form(tokenizer, path) if (path / "tokenizer.json").exists() else None
     found = None if form is None else blueprint_of(model, decoder.structure, form, ends)
     if found is not None and fits(found, open_directory(path)):
         record(path, dtype, found, decoder.device)

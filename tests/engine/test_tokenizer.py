@@ -6,6 +6,8 @@ import pytest
 
 from semisparse.checkpoint import load_tokenizer
 from semisparse.engine import Engine
+from semisparse.engine.decoder import Decoder
+from semisparse.engine.recorded import load_recorded, record_decoder
 from semisparse.engine.tokenizer import RecordedTokenizer, recorded_form
 from semisparse.errors import InputError
 from tests.models import SHARED, byte_tokenizer, random_model
@@ -64,3 +66,27 @@ def test_conversations_have_the_template_of_transformers(tmp_path: Path, monkeyp
         engine = Engine(tmp_path / "model", device="cpu", bare=True)
         assert engine.chat_prompt(messages) == "[user] hello"
     assert isinstance(engine.tokenizer, RecordedTokenizer)
+
+
+@pytest.mark.parametrize("changed", ["added_tokens.json", "vocab.json", "tokenizer.model"])
+def test_another_tokenizer_is_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str):
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    random_model("llama", head_dim=8).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    Engine(model, device="cpu", bare=True)
+    assert isinstance(Engine(model, device="cpu", bare=True).tokenizer, RecordedTokenizer)
+    (model / changed).write_text("{}")
+    assert load_recorded(model, "cpu", None) is None
+
+
+def test_a_tokenizer_without_its_file_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    network, tokenizer = random_model("llama", head_dim=8), byte_tokenizer()
+    network.save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    (model / "tokenizer.json").unlink()
+    decoder = Decoder(network.eval(), 16)
+    record_decoder(model, None, network, decoder, tokenizer, {0})
+    assert load_recorded(model, "cpu", None) is None
