@@ -48,7 +48,7 @@ def check_gpu(description: Mapping[str, Any], arguments: Sequence[str]) -> None:
 
 
 def check_cuts(path: Path, arguments: Sequence[str]) -> None:
-    """Refuse tensor-parallel ranks of which one's columns begin inside a window of a pattern that its format needs.
+    """Refuse tensor-parallel ranks that cut a window of a pattern that its format needs, or columns that share a scale.
 
     vLLM's adapter refuses them for every architecture, in a traceback per rank. Here transformers' plan says which
     layers are split along K; one that it does not name, or that does not divide over the ranks, is left to vLLM.

@@ -104,6 +104,8 @@ class Format:
         regroup: (weights, dim, start, stop, pattern) -> rows (``dim`` 0) or columns (1) ``start`` to ``stop`` of the
             weights concatenated along ``dim``, with ``pattern``, and without quantising again. None if the format has
             no such function: weights are then unpacked, cut and packed.
+        scale_columns: weight spec -> the columns that share a scale; 1 for a weight without scales. Where they are
+            separated, weights cannot be packed again without being quantised again.
         stack: (weights to stack along N, total rows) -> the params of the stack, whose tensors are the weights' tensors
             concatenated, with continued offsets; None if these weights cannot be stacked so. If the format has no such
             function, weights can be stacked if every tensor has ``split_n``.
@@ -143,6 +145,7 @@ class Format:
     options: Mapping[str, Sequence[str | int]] = field(default_factory=dict)
     grain: Callable[[WeightSpec], tuple[int, int]] | None = None
     regroup: Callable[[Sequence[Packed], int, int, int, Pattern], Packed] | None = None
+    scale_columns: Callable[[WeightSpec], int] = lambda spec: 1
     stack: Callable[[Sequence[Packed], int], Mapping[str, Scalar] | None] | None = None
     experts: Callable[[ExpertsProblem], ExpertsProduct | None] | None = None
     spec_on_gpu: Callable[[WeightSpec, tuple[int, int]], WeightSpec] = lambda spec, capability: spec

@@ -56,21 +56,29 @@ def slice_weight(packed: Packed, dim: int, start: int, stop: int) -> Packed:
 
 
 def check_slice(spec: WeightSpec, dim: int, start: int, stop: int) -> None:
-    """Refuse, before any tensor is loaded, columns that start inside a window of a pattern that the format needs.
+    """Refuse, before any tensor is loaded, columns that no part of such a weight can be.
 
-    `slice_weight` may still refuse other slices, when it repacks the weight.
+    Such columns start inside a window of a pattern that the format needs, or separate columns that share a scale.
+    `slice_weight` may still refuse other slices, when it repacks the weight. Of the second kind it takes those that
+    happen to get the same scales again, which the spec does not say.
 
     Args:
         spec: the spec of the weight [N, K].
         dim: as in `slice_weight`, with ``start`` and ``stop``.
     Raises:
-        FormatError: the format supports none of the patterns that the slice could have.
+        FormatError: the format supports none of the patterns that the slice could have, or would quantise it again.
     """
-    if dim == 0 or start % spec.pattern.step == 0 or _is_on_grain(spec, dim, start, stop):
+    columns = spec.shape[1]
+    if dim == 0 or (start, stop) == (0, columns) or _is_on_grain(spec, dim, start, stop):
         return
+    form = get_format(spec.format)
     looser = [pattern for pattern in spec.pattern.patterns_of_slice() if pattern != spec.pattern]
-    if all(get_format(spec.format).accepts(pattern) is not None for pattern in looser):
+    if start % spec.pattern.step and all(form.accepts(pattern) is not None for pattern in looser):
         reason = f"it begins inside a window of {spec.pattern.step} columns"
+        raise FormatError(_refusal(spec, dim, start, stop, reason))
+    shared = form.scale_columns(spec)
+    if start % shared or (stop % shared and stop != columns):
+        reason = f"{shared} columns share a scale, so repacking would quantise the weights a second time"
         raise FormatError(_refusal(spec, dim, start, stop, reason))
 
 

@@ -1,6 +1,8 @@
 """Slicing, concatenating and stacking packed weights of every format, against the same on dense weights."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -82,16 +84,40 @@ def test_any_slice_of_a_lossless_weight_is_right_or_refused(data: st.DataObject)
     assert torch.equal(part.unpack(), packed.unpack().narrow(dim, start, stop - start))
 
 
+def refusal(call: Callable[..., object], *arguments: object) -> str:
+    """What a call raises FormatError with; empty if it does not."""
+    try:
+        call(*arguments)
+    except FormatError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_the_check_without_tensors_refuses_cannot_be_sliced(form: Format):
-    for pattern in accepted_patterns(form.name):
-        packed = form.pack(weight_of(pattern, 20, 300), pattern)
-        for start, stop in ((0, 150), (150, 300), (100, 200), (192, 300)):
-            try:
-                check_slice(packed.spec, 1, start, stop)
-            except FormatError:
-                with pytest.raises(FormatError, match=f"cannot slice columns {start} to {stop}"):
-                    slice_weight(packed, 1, start, stop)
+    """And what it takes of a quantised weight is never quantised again."""
+    for pattern, option in product(accepted_patterns(form.name), form.variants):
+        columns = 384 if option.get("kind") == "int4" else 300  # int4 takes multiples of 128
+        packed = form.pack(weight_of(pattern, 24, columns), pattern, **option)
+        for start, stop in ((0, 150), (150, columns), (100, 200), (192, columns)):
+            checked = refusal(check_slice, packed.spec, 1, start, stop)
+            sliced = refusal(slice_weight, packed, 1, start, stop)
+            if checked:
+                assert f"cannot slice columns {start} to {stop}" in sliced
+            elif option.get("kind") not in ("fp8_tensor", "int4"):  # these may keep their scales
+                assert "a second time" not in sliced
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "kind", "columns"),
+    [("bitmask", "32:64", "w4", 64), ("slide24", "6:8", "int8", 512), ("slide24", "6:8", "fp8", 512)],
+)
+def test_a_cut_between_columns_that_share_a_scale_is_refused_without_tensors(name, pattern, kind, columns):
+    spec = get_format(name).pack(weight_of(pattern, 8, 512), pattern, kind=kind).spec
+    check_slice(spec, 1, 64, 192)
+    for start, stop in ((0, 72), (72, 512)):
+        with pytest.raises(FormatError, match=rf"columns {start} to {stop} .*: {columns} columns share a scale"):
+            check_slice(spec, 1, start, stop)
 
 
 def test_a_cut_through_a_window_is_refused_without_tensors():

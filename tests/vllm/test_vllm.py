@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import semisparse
 from semisparse.errors import CheckpointError, InputError
@@ -236,15 +236,32 @@ def test_a_gpu_without_the_kernels_instructions_is_refused_before_weights_are_lo
         ranks.load(directory)
 
 
+RAGGED = LlamaConfig(**{**SIZES, "intermediate_size": 400})
+
+
 @pytest.mark.usefixtures("group")
-def test_a_cut_through_a_window_is_refused_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    directory = write(Served("cut", "slide24", one("4:6")), tmp_path / "model")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("served", "layer", "columns", "reason"),
+    [
+        (Served("window", "slide24", one("4:6")), "o_proj", 128, "inside a window of 6 columns"),
+        (Served("rows", "slide24", one("6:8"), {"kind": "int8"}, RAGGED), "down_proj", 200, "400 columns share a"),
+        (Served("rows8", "slide24", one("6:8"), {"kind": "fp8"}, RAGGED), "down_proj", 200, "400 columns share a"),
+        (Served("blocks", "bitmask", one("32:64"), {"kind": "w4"}, RAGGED), "down_proj", 200, "64 columns share a"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Served) else "",
+)
+def test_a_cut_that_no_format_can_make_is_refused_before_weights_are_loaded(
+    served: Served, layer: str, columns: int, reason: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if served.name == "window" and not rank:
+        pytest.skip("the first rank's part begins with a window")
+    directory = write(served, tmp_path / "model")
     (directory / "model.safetensors").unlink()
-    for name, value in (("get_tensor_model_parallel_world_size", 2), ("get_tensor_model_parallel_rank", 1)):
+    for name, value in (("get_tensor_model_parallel_world_size", 2), ("get_tensor_model_parallel_rank", rank)):
         monkeypatch.setattr(f"vllm.model_executor.layers.linear.{name}", lambda value=value: value)
-    with pytest.raises(
-        InputError, match=r"o_proj on 2 tensor-parallel ranks: cannot slice columns 128 to 256 .*inside a"
-    ):
+    cut = rf"columns {rank * columns} to {(rank + 1) * columns}"
+    with pytest.raises(InputError, match=rf"{layer} on 2 tensor-parallel ranks: cannot slice {cut} .*{reason}"):
         ranks.load(directory)
 
 

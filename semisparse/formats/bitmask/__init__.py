@@ -25,6 +25,7 @@ FORMAT = Format(
     counted=("kept",),
     tuned_by=("kind",),
     grain=disk.grain,
+    scale_columns=disk.scale_columns,
     regroup=regroup,
     pack_weight=disk.pack,
     unpack=layouts.unpack,

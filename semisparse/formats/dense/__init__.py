@@ -32,6 +32,7 @@ FORMAT = Format(
     ),
     cost=cost,
     grain=disk.grain,
+    scale_columns=disk.scale_columns,
     tuned_by=("kind",),
     variants=({}, *({"kind": kind} for kind in disk.KINDS)),
     choices=(("0%", "none"), ("0%", "int8")),

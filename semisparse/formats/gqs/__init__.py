@@ -64,6 +64,7 @@ FORMAT = Format(
     lossless=False,
     regroup=regroup,
     grain=disk.grain,
+    scale_columns=disk.scale_columns,
     stack=stack,
     variants=({"kind": "w4"}, *({"kind": kind} for kind in KINDS if kind != "w4")),
     choices=(

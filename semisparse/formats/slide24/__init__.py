@@ -39,6 +39,7 @@ FORMAT = Format(
     recipes={"slidesparse": {"pattern": "6:8", "prune": "sparsegpt", "quant": "int8", "format": "slide24"}},
     cost=cost,
     grain=disk.grain,
+    scale_columns=disk.scale_columns,
     tuned_by=("kind",),
     variants=({}, *({"kind": kind} for kind in disk.KINDS)),
     choices=(("2:4", "none"), ("2:4", "int8"), ("4:6", "int8"), ("6:8", "int8")),

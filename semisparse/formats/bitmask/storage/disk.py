@@ -74,6 +74,11 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
     return 1, BLOCK
 
 
+def scale_columns(spec: WeightSpec) -> int:
+    """Return the columns that share a scale: a block's; 1 for values stored as they are."""
+    return BLOCK if code_bits(spec.params) else 1
+
+
 def pack(
     weight: Tensor, pattern: Pattern, kind: str = "none", scales: GroupScales | None = None
 ) -> tuple[dict[str, int | str], dict[str, Tensor]]:

@@ -60,6 +60,14 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
     return (spec.pattern.length if isinstance(spec.pattern, VectorNM) else 1), spec.pattern.step
 
 
+def scale_columns(spec: WeightSpec) -> int:
+    """Return the columns that share a scale: all of a row, or int4's group; 1 for an unquantised weight.
+
+    1 for a scale of the whole tensor, too: the part that holds its largest value keeps it.
+    """
+    return {"int8": spec.shape[1], "fp8": spec.shape[1], "int4": int4.GROUP}.get(str(kind_of(spec.params)), 1)
+
+
 def pack(
     weight: Tensor, pattern: Pattern, kind: str | None = None, codes: Codes | None = None
 ) -> tuple[Params, dict[str, Tensor]]:

@@ -83,6 +83,11 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
     return CHUNK_ROWS, CHUNK_GROUPS * group_size(spec.pattern)
 
 
+def scale_columns(spec: WeightSpec) -> int:
+    """Return the columns that share a scale: those of a group."""
+    return group_size(spec.pattern)
+
+
 def group_size(pattern: Pattern) -> int:
     """Return the columns of a group.
 

@@ -78,6 +78,11 @@ def grain(spec: WeightSpec) -> tuple[int, int]:
     return 1, window_of(spec.pattern) * aligned_groups(window_of(spec.pattern))
 
 
+def scale_columns(spec: WeightSpec) -> int:
+    """Return the columns that share a scale: all of a row; 1 for an unquantised weight."""
+    return 1 if quantised_dtype(spec.params) is None else spec.shape[1]
+
+
 def window_of(pattern: Pattern) -> int:
     """Return the columns of a group: the paper's 2N."""
     if not isinstance(pattern, NM):
