@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import median
 
 from engine_tables import NAMES
 from rows import markdown, result
@@ -72,14 +73,40 @@ def attention(batch: str) -> str:
 def commands() -> str:
     """What `generate` takes by weights, in its latest call."""
     latest = {row["weights"]: row for row in result("h200/generate.csv") if row["generate_ms_per_token"]}
+    first = float(latest["dense"]["first_token_ms"])
     lines = []
     for weights, asked in ASKED.items():
         row = latest[weights]
         times = [row["generate_ms_per_token"], asked, row["captured_ms_per_token"], row["first_token_ms"]]
-        start = [row["read_seconds"], row["load_seconds"], row["compile_seconds"], row["wall_seconds"]]
-        lines.append([NAMES[weights.split("-")[0]], *times, *start, row["first_compile_seconds"], row["call"]])
-    head = ("ms per token", "asked", "captured step", "first token, ms", "read, s", "load", "compile", "process")
-    return markdown(("", *head, "compile, first time", "call"), lines)
+        over = f"{float(row['first_token_ms']) / first:.2f}"
+        lines.append([NAMES[weights.split("-")[0]], *times, over, row["call"]])
+    head = ("ms per token", "asked", "captured step", "first token, ms", "over dense's", "call")
+    return markdown(("", *head), lines)
+
+
+def starts() -> str:
+    """Seconds of a start by weights: reading, the first one, one that compiles kernels alone, and the later ones."""
+    rows = result("h200/start-runs.csv")
+    lines = []
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        of = {
+            kind: [row for row in rows if row["weights"] == weights and row["start"] == kind]
+            for kind in ("first", "kernels", "later")
+        }
+        later = of["later"]
+        if not later:
+            continue
+        whole, beyond, read = (
+            median(float(row[key]) for row in later) for key in ("wall_seconds", "beyond_reading", "read_seconds")
+        )
+        more = [
+            f"{float(of[kind][0]['wall_seconds']) - whole:.1f}" if of[kind] else "" for kind in ("first", "kernels")
+        ]
+        gigabytes = later[0]["gigabytes"]
+        cells = [gigabytes, f"{read:.2f}", f"{whole:.2f}", f"{beyond:.2f}", *more, later[0]["call"]]
+        lines.append([NAMES[weights.split("-")[0]], *cells])
+    head = ("GB", "read", "later start", "beyond reading", "first start: more", "kernels compiled: more", "call")
+    return markdown(("", *head), lines)
 
 
 TABLES = {
@@ -88,4 +115,5 @@ TABLES = {
     "attention-schedules": partial(attention, "1"),
     "attention-schedules-8": partial(attention, "8"),
     "generate-command": commands,
+    "starts": starts,
 }

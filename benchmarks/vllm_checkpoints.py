@@ -117,9 +117,9 @@ def write_dense(folder: Path, config: PreTrainedConfig, block: Mapping[str, Any]
 
 
 def write_ours(folder: Path, config: PreTrainedConfig, column: str) -> Path:
-    """Write a checkpoint with random weights, drawn and packed on the GPU. Layers of one shape have one weight."""
+    """Write a checkpoint with random weights, packed on a GPU if there is one. Layers of one shape have one weight."""
     name, written, options = COLUMNS[column]
-    pattern, device = parse_pattern(written), torch.device("cuda")
+    pattern, device = parse_pattern(written), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes, hidden = shapes_of(config), config.hidden_size
     packed = {}
     for shape in set(shapes.values()):

@@ -12,12 +12,17 @@ from torch.nn import functional as F
 
 from semisparse.engine.ops import FOLDER, SCALARS, Columns, rms_norm
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.elementwise import vector_of
 from semisparse.runtime.kernel import HOPPER, Argument, CudaSource
 from semisparse.runtime.nvrtc import Defines
 
 ROPE = CudaSource(
     FOLDER / "rope.cu",
-    ({"SCALAR": "__half", "DIM": 128}, {"SCALAR": "__nv_bfloat16", "DIM": 8}, {"SCALAR": "float", "DIM": 64}),
+    (
+        {"SCALAR": "__half", "DIM": 128, "VECTOR": 8, "LANES": 8},
+        {"SCALAR": "__nv_bfloat16", "DIM": 8, "VECTOR": 1, "LANES": 4},
+        {"SCALAR": "float", "DIM": 256, "VECTOR": 1, "LANES": 32},
+    ),
 )
 _FEW: Defines = {"WARPS": 4, "AHEAD": 2, "CTAS": 2, "CLUSTER": 1, "PAGE": 0}
 ATTENTION = CudaSource(
@@ -56,8 +61,8 @@ CLUSTERED_ATTENTION = CudaSource(
 MAX_GROUP = 8
 """Maximum query heads per CTA of attention.cu. A key-value head with more takes several CTAs."""
 
-HEADS_PER_CTA = 4
-"""Heads per CTA of rope.cu, a warp each."""
+ROPE_THREADS = 128
+"""Threads per CTA of rope.cu."""
 
 MIN_SPLIT = 64
 """Minimum positions per split of attention.cu."""
@@ -141,10 +146,15 @@ def rotate_and_cache(
     tokens = len(qkv) // sequences
     if device_facts(qkv.device).kind == "cuda":
         queries = qkv.new_empty(len(qkv), heads.count, heads.dim)
-        build = ROPE.build("semisparse_engine_rope", {"SCALAR": SCALARS[qkv.dtype], "DIM": heads.dim})
-        count = heads.count + 2 * heads.kv_count
-        build.load(qkv.device)(
-            (-(-count // HEADS_PER_CTA), len(qkv), 1), 32 * HEADS_PER_CTA, pdl=device_facts(qkv.device).has_pdl,
+        weights = () if norms is None else (norms.q, norms.k)
+        arrays = (qkv, table.cosines, table.sines, cache.keys, cache.values, *weights)
+        vector = vector_of(qkv.dtype, [heads.dim // 2, at.width, *at.starts], arrays)
+        lanes = min(32, 1 << (heads.dim // 2 // vector - 1).bit_length())
+        defines: Defines = {"SCALAR": SCALARS[qkv.dtype], "DIM": heads.dim, "VECTOR": vector, "LANES": lanes}
+        per_cta = ROPE_THREADS // lanes
+        ROPE.build("semisparse_engine_rope", defines).load(qkv.device)(
+            (-(-(heads.count + 2 * heads.kv_count) // per_cta), len(qkv), 1), ROPE_THREADS,
+            pdl=device_facts(qkv.device).has_pdl,
             qkv=qkv, q_norm=None if norms is None else norms.q, k_norm=None if norms is None else norms.k,
             cosines=table.cosines, sines=table.sines, positions=positions, q_out=queries,
             keys=cache.keys, values=cache.values, heads=heads.count, kv_heads=heads.kv_count, tokens=tokens,

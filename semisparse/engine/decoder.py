@@ -287,7 +287,8 @@ class Decoder:
         for fused, cached in zip(self.layers, cache.layers, strict=True):
             stream, qkv = fused.qkv.normed(stream, fused.norms[0])
             stream = fused.o.added(attend(qkv, fused, cached), stream)
-            stream, gated = fused.gate_up.normed_and_gated(stream, fused.norms[1], rows_of(fused.layer.gate))
+            width = rows_of(fused.layer.gate)
+            stream, gated = fused.gate_up.normed_and_gated(stream, fused.norms[1], width, fused.down)
             stream = fused.down.added(gated, stream)
         return stream
 

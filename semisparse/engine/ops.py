@@ -6,8 +6,9 @@ multiplication.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from torch.nn import functional as F
 from semisparse.runtime import elementwise
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.elementwise import SCALARS, VECTORS, vector_of
+from semisparse.runtime.expand_gemm import Permutation, PermutedX
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
 
 FOLDER = Path(__file__).parent / "cuda"
 
-RMS_NORM = CudaSource(FOLDER / "rms_norm.cu", VECTORS)
-GREEDY = CudaSource(FOLDER / "greedy.cu", VECTORS)
+RMS_NORM = CudaSource(FOLDER / "rms_norm.cu", (*VECTORS, {"SCALAR": "__nv_bfloat16", "VECTOR": 8, "PERMUTED": 1}))
+GREEDY = CudaSource(FOLDER / "greedy.cu", tuple({key: of[key] for key in ("SCALAR", "VECTOR")} for of in VECTORS))
 
 
 def kernels_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -42,7 +44,15 @@ class Columns:
     width: int
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@overload
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None, permutation: Permutation | None
+) -> tuple[Tensor, Tensor | PermutedX]: ...
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = None, permutation: Permutation | None = None
+) -> tuple[Tensor, Tensor | PermutedX]:
     """Add to the residual stream and normalise.
 
     Args:
@@ -50,21 +60,28 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = N
         weight: [C].
         epsilon: added to the mean of squares.
         delta: [M, C], added to x first, or None.
+        permutation: the order in which the GEMM that is next reads the rows, or None.
     Returns:
-        The residual stream with delta added, and the normalised rows, both [M, C] in x's dtype.
+        The residual stream with delta added, and the normalised rows, both [M, C] in x's dtype. The normalised rows are
+        in the permutation's order, if there is one and rows are aligned to 16 bytes.
     """
     if device_facts(x.device).kind == "cuda":
         rows, columns = x.shape
-        out = torch.empty_like(x)
         total = x if delta is None else torch.empty_like(x)
         vector = vector_of(x.dtype, [columns], [x, weight, delta])
         threads = min(1024, -(-columns // vector // 32) * 32)
-        defines: Defines = {"SCALAR": SCALARS[x.dtype], "VECTOR": vector}
-        kernel = RMS_NORM.build("semisparse_engine_rms_norm", defines, 2 * columns * x.dtype.itemsize).load(x.device)
-        kernel(
-            (rows, 1, 1), threads, pdl=device_facts(x.device).has_pdl,
-            x=x, delta=delta, weight=weight, sum=total, out=out, columns=columns, epsilon=epsilon,
-        )  # fmt: skip
+        defines: Defines = {"SCALAR": SCALARS[x.dtype], "VECTOR": vector, "PERMUTED": 0}
+        operands = {"x": x, "delta": delta, "weight": weight, "sum": total, "columns": columns, "epsilon": epsilon}
+        shared, pdl = 2 * columns * x.dtype.itemsize, device_facts(x.device).has_pdl
+        if permutation is not None and vector > 1:
+            permuted = permutation.allocate(rows, x.dtype, x.device)
+            build = RMS_NORM.build("semisparse_engine_rms_norm_permuted", {**defines, "PERMUTED": 1}, shared)
+            kernel = replace(build, shares_sm=True).load(x.device)
+            kernel((permuted.launch.tokens, 1, 1), threads, pdl=pdl, **operands, **permuted.arguments)
+            return total, permuted
+        out = torch.empty_like(x)
+        kernel = RMS_NORM.build("semisparse_engine_rms_norm", defines, shared).load(x.device)
+        kernel((rows, 1, 1), threads, pdl=pdl, **operands, out=out)
         return total, out
     total = x if delta is None else x + delta
     wide = total.float()
@@ -72,9 +89,14 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, delta: Tensor | None = N
     return total, weight * normalised.to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor, at: Columns, columns: int) -> Tensor:
-    """Return ``silu(gate) * up``, [M, columns], where gate and up are columns of a joined output, [M, at.width]."""
+def silu_mul(gate_up: Tensor, at: Columns, columns: int, permutation: Permutation | None = None) -> Tensor | PermutedX:
+    """Return ``silu(gate) * up``, [M, columns], where gate and up are columns of a joined output, [M, at.width].
+
+    If there is a permutation, and pairs of values are aligned, it is in that order, for the GEMM that is next.
+    """
     if device_facts(gate_up.device).kind == "cuda":
+        if permutation is not None and elementwise.has_aligned_pairs(gate_up, at.starts, columns):
+            return elementwise.silu_mul_permuted(gate_up, at.starts, columns, permutation)
         return elementwise.silu_mul(gate_up, at.starts, columns)
     gate, up = (gate_up.narrow(-1, start, columns) for start in at.starts)
     return F.silu(gate) * up

@@ -11,11 +11,20 @@ from torch import Tensor, nn
 
 from semisparse.engine.ops import Columns, rms_norm, silu_mul
 from semisparse.formats.kernel import FusedOperands, FusedProduct
-from semisparse.nn import JoinedLinear, SparseLinear, fused_product, prepare_product, structure_of
+from semisparse.nn import (
+    JoinedLinear,
+    SparseLinear,
+    fused_product,
+    permutation_of,
+    permuted_linear,
+    prepare_product,
+    structure_of,
+)
 from semisparse.nn.dense_linear import DenseCopy, DenseLinear
 from semisparse.nn.fused_linear import GATED, is_aligned
 from semisparse.nn.joined import is_intercepted
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.expand_gemm import Permutation, PermutedX
 
 if TYPE_CHECKING:
     from semisparse.formats.base import Packed
@@ -120,8 +129,20 @@ class Projection:
         # griddepcontrol.wait: it could read the copies before they are written.
         return whole if all(map(is_aligned, whole.packed.tensors.values())) else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def permutation(self, m: int, dtype: torch.dtype) -> Permutation | None:
+        """Return the order in which the projection's kernel reads ``m`` tokens; None if it takes them as they are.
+
+        Whoever computes the tokens may write them in this order. Otherwise a kernel of its own permutes them.
+        """
+        if not isinstance(self._whole, SparseLinear) or self._copy_for(0, m) is not None:
+            return None
+        return permutation_of(self._whole.packed, m, dtype)
+
+    def __call__(self, x: Tensor | PermutedX) -> Tensor:
         """Apply the projection alone: [M, K] to [M, columns.width]."""
+        if isinstance(x, PermutedX):
+            assert self._whole is not None
+            return permuted_linear(x, self._whole.packed, self._whole.bias)
         outputs = [(self._copy_for(index, len(x)) or part)(x) for index, part in enumerate(self._parts)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -135,24 +156,38 @@ class Projection:
             fused = self._fused(len(stream.x), stream.x.dtype)
             if fused is not None:
                 return stream, self._call(fused, stream.x, FusedOperands(norm.weight, norm.epsilon))
-        total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
+        return self._normed(stream, norm)
+
+    def _normed(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:
+        """Compute `normed` in several kernels."""
+        permutation = self.permutation(len(stream.x), stream.x.dtype)
+        total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta, permutation)
         return Stream(total), self(hidden)
 
-    def normed_and_gated(self, stream: Stream, norm: Norm, width: int) -> tuple[Stream, Tensor]:
+    def normed_and_gated(
+        self, stream: Stream, norm: Norm, width: int, down: Projection
+    ) -> tuple[Stream, Tensor | PermutedX]:
         """Normalise the residual stream, apply the gate and up projections, and combine them.
 
+        Args:
+            stream: the residual stream.
+            norm: applied to it.
+            width: columns of gate, and of up.
+            down: the projection that takes the result.
         Returns:
-            The stream as one tensor, and ``silu(gate) * up``, [M, width].
+            The stream as one tensor, and ``silu(gate) * up``, [M, width], perhaps in the order that ``down`` reads.
         """
         if stream.delta is None:
             fused = self._fused(len(stream.x), stream.x.dtype)
             if fused is not None:
                 return stream, self._call(fused, stream.x, FusedOperands(norm.weight, norm.epsilon))
-        total, hidden = rms_norm(stream.x, norm.weight, norm.epsilon, stream.delta)
-        return Stream(total), silu_mul(self(hidden), self.columns, width)
+        total, both = self._normed(stream, norm)
+        return total, silu_mul(both, self.columns, width, down.permutation(len(both), both.dtype))
 
-    def added(self, x: Tensor, stream: Stream) -> Stream:
+    def added(self, x: Tensor | PermutedX, stream: Stream) -> Stream:
         """Apply the projection to [M, K] and add the result to the residual stream, or leave it as ``delta``."""
+        if isinstance(x, PermutedX):
+            return Stream(stream.x, self(x))
         fused = self._fused(len(x), x.dtype)
         if fused is None or stream.delta is not None:
             return Stream(stream.x, self(x))

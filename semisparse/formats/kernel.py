@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from semisparse.patterns import Pattern
+from semisparse.runtime.expand_gemm import Permutation, PermutedX
 from semisparse.runtime.experts import Routing
 from semisparse.runtime.nvrtc import Defines
 
@@ -98,6 +99,23 @@ def bucket_of(m: int) -> int:
 
 Product = Callable[[Tensor, "Packed", Tensor | None], Tensor]
 """(x [M, K], packed, bias [N] or None) -> y [M, N] in x's dtype, for any M of the problem's bucket."""
+
+
+class PermutingProduct:
+    """A `Product` of a GEMM that reads x in an order of its own.
+
+    Args:
+        run: the product; x may also be a `PermutedX`.
+        permutation: the order of the `PermutedX` that it takes.
+    """
+
+    def __init__(
+        self, run: Callable[[Tensor | PermutedX, Packed, Tensor | None], Tensor], permutation: Permutation
+    ) -> None:
+        self.run, self.permutation = run, permutation
+
+    def __call__(self, x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
+        return self.run(x, packed, bias)
 
 
 @dataclass(frozen=True)

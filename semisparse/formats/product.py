@@ -14,10 +14,18 @@ from torch.autograd import forward_ad
 
 from semisparse.errors import InputError
 from semisparse.formats.base import Format, Kernel, Packed, WeightSpec, get_format, reference_kernel, require_tensors
-from semisparse.formats.kernel import MAX_FUSED_TOKENS, FusedProduct, Problem, Product, bucket_of
+from semisparse.formats.kernel import (
+    MAX_FUSED_TOKENS,
+    FusedProduct,
+    PermutingProduct,
+    Problem,
+    Product,
+    bucket_of,
+)
 from semisparse.formats.tuned import measured_times
 from semisparse.runtime import cpp
 from semisparse.runtime.device import device_facts
+from semisparse.runtime.expand_gemm import Permutation, PermutedX
 
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> Tensor:
@@ -216,6 +224,28 @@ def _fused(
     problem = Problem(m, spec, dtype, device, prologue, epilogue)
     products = (kernel.fuse(problem) for kernel in get_format(spec.format).kernels if kernel.refusal(problem) is None)
     return next((product for product in products if product is not None), None)
+
+
+def permutation_of(packed: Packed, m: int, dtype: torch.dtype) -> Permutation | None:
+    """Return the order in which `permuted_linear` takes x, or None if the kernel for ``m`` rows takes it as it is.
+
+    Args:
+        packed: the weight, on its device.
+        m: number of rows of x.
+        dtype: dtype of x.
+    Raises:
+        KernelError: no kernel can compute the matmul.
+    """
+    product = _prepared(structure_of(packed.spec), "auto", bucket_of(m), dtype, packed.device)
+    return product.permutation if isinstance(product, PermutingProduct) else None
+
+
+def permuted_linear(x: PermutedX, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    """Compute ``y = x @ w.T + bias`` as `linear` does, of an x in the order of `permutation_of`; no gradients."""
+    product = _prepared(structure_of(packed.spec), "auto", bucket_of(x.m), x.dtype, packed.device)
+    if not isinstance(product, PermutingProduct) or product.permutation != x.permutation:
+        raise RuntimeError(f"x is in another order than the kernel for {packed.spec.format} takes")
+    return product(x, packed, bias)
 
 
 def prepare_product(packed: Packed, m: int, dtype: torch.dtype) -> None:

@@ -5,7 +5,13 @@ The names of dequantise.py and replace.py are imported when they are first used:
 
 from typing import TYPE_CHECKING
 
-from semisparse.formats.product import fused_product, prepare_product, structure_of
+from semisparse.formats.product import (
+    fused_product,
+    permutation_of,
+    permuted_linear,
+    prepare_product,
+    structure_of,
+)
 from semisparse.lazy import lazy
 from semisparse.nn.dense_copy import CopiedLinear, copy_pays
 from semisparse.nn.joined import JoinedLinear, JoinedPart, join_layers
@@ -38,6 +44,8 @@ __all__ = [
     "is_linear",
     "join_experts",
     "join_layers",
+    "permutation_of",
+    "permuted_linear",
     "prepare_experts",
     "prepare_product",
     "replace_linear",

@@ -6,14 +6,13 @@ A format has a .cu file with its own way to expand a tile of 16 rows by 256 colu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts, device_facts
-from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, offsets_in_workspace
+from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, LoadedKernel, offsets_in_workspace
 from semisparse.runtime.nvrtc import HEADERS, Defines
 
 ROWS, COLUMNS = 16, 256
@@ -296,6 +295,116 @@ def h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates
     return 2.6 + tiles * tile + 0.0121 * x_megabytes + exchange + 1.6 * (waves - 1) + 1.9 * (schedule.cluster - 1)
 
 
+@dataclass(frozen=True)
+class Permutation:
+    """The order in which a GEMM reads x (expand_gemm/permuted.cuh), for every M of a problem's bucket.
+
+    Args:
+        schedule: how y is computed.
+        weight: the weight's tiles.
+        block: consecutive columns that a lane takes in the weight fragments.
+        sms: the device's SMs.
+    """
+
+    schedule: Schedule
+    weight: Tiles
+    block: int
+    sms: int
+    _launches: dict[int, Launch] = field(default_factory=dict, compare=False, repr=False)
+
+    def allocate(self, m: int, dtype: torch.dtype, device: torch.device) -> PermutedX:
+        """Return memory for x [M, K] in this order. Whoever writes x also zeroes the counters in it."""
+        launch = self._launches.get(m)
+        if launch is None:
+            launch = self._launches[m] = launch_of(self.schedule, m, self.weight, self.sms)
+        return PermutedX(m, dtype, self, launch, torch.empty(launch.workspace, dtype=torch.uint8, device=device))
+
+
+@dataclass(slots=True)
+class PermutedX:
+    """x [M, K] in the order in which a GEMM reads it, in that GEMM's workspace. It is used once.
+
+    Args:
+        m: M.
+        dtype: x's dtype.
+        permutation: the order.
+        launch: the GEMM's grids, and where x and the counters are.
+        workspace: uint8.
+    """
+
+    m: int
+    dtype: torch.dtype
+    permutation: Permutation
+    launch: Launch
+    workspace: Tensor
+
+    @property
+    def addresses(self) -> list[int]:
+        """The addresses of x, the counters and the partial accumulators."""
+        begin = self.workspace.data_ptr()
+        return [begin + offset for offset in self.launch.offsets]
+
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """The arguments, by name, of a kernel that writes x in this order, in a grid with `Launch.tokens` rows."""
+        permuted, counters, _ = self.addresses
+        return {
+            "permuted": permuted,
+            "counters": counters,
+            "m": self.m,
+            "column_tiles": self.permutation.weight.column_tiles,
+            "tile_m": self.permutation.schedule.tile_m,
+            "block": self.permutation.block,
+            "counter_count": self.launch.counters,
+        }
+
+
+Operands = Mapping[str, Argument]
+"""A format's own arguments of its kernel, by name."""
+
+
+class Matmul:
+    """(x [M, K] or a `PermutedX`, `Operands`, bias [N] or None) -> y [M, N], accumulated in float32.
+
+    Attributes:
+        permutation: of the `PermutedX` that it takes.
+    """
+
+    def __init__(
+        self, permutation: Permutation, shape: tuple[int, int], permute_x: LoadedKernel, gemm: LoadedKernel
+    ) -> None:
+        self.permutation = permutation
+        self._n, self._k = shape
+        self._permute_x, self._gemm = permute_x, gemm
+
+    def _permuted(self, x: Tensor) -> PermutedX:
+        x, k = x.contiguous(), self._k
+        own = self.permutation.allocate(len(x), x.dtype, x.device)
+        permuted, counters, _ = own.addresses
+        self._permute_x(
+            (own.launch.permute_ctas, 1, 1), 32 * PERMUTE_WARPS, pdl=True,
+            x=x, permuted=permuted, counters=counters,
+            m=own.m, k=k, column_tiles=self.permutation.weight.column_tiles, counter_count=own.launch.counters,
+            aligned=k % 2 == 0 and x.data_ptr() % 4 == 0, tokens=own.launch.tokens,
+        )  # fmt: skip
+        return own
+
+    def __call__(self, x: Tensor | PermutedX, operands: Operands, bias: Tensor | None) -> Tensor:
+        if isinstance(x, Tensor):
+            x = self._permuted(x)
+        y = x.workspace.new_empty(x.m, self._n, dtype=x.dtype)
+        permuted, counters, partials = x.addresses
+        weight = self.permutation.weight
+        # pdl: it starts beside the kernel that permutes x, and waits before it uses the permuted x and the counters.
+        self._gemm(
+            (x.launch.ctas, 1, 1), self.permutation.schedule.threads, pdl=True,
+            x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
+            partials=partials, counters=counters,
+            m=x.m, n=self._n, row_tiles=weight.row_tiles, column_tiles=weight.column_tiles,
+        )  # fmt: skip
+        return y
+
+
 def prepare(
     kernel: Callable[[Schedule], KernelBuild],
     schedule: Schedule,
@@ -303,7 +412,7 @@ def prepare(
     block: int,
     shape: tuple[int, int],
     device: torch.device,
-) -> Callable[[Tensor, Mapping[str, Argument], Tensor | None], Tensor]:
+) -> Matmul:
     """Compile and load a format's kernel and permute_x.cu.
 
     Args:
@@ -313,38 +422,8 @@ def prepare(
         block: BLOCK of permute_x.cu: consecutive columns that a lane takes in the weight fragments.
         shape: (N, K).
         device: where all operands are.
-    Returns:
-        (x [M, K], the kernel's own arguments, bias [N] or None) -> y [M, N], accumulated in float32.
     """
-    n, k = shape
-    sms = device_facts(device).sms
     permuting = PERMUTE_X.build("semisparse_permute_x", {"TILE_M": schedule.tile_m, "BLOCK": block})
     permute_x = replace(permuting, shares_sm=True).load(device)
-    gemm = kernel(schedule).load(device)
-    threads, even_k = schedule.threads, k % 2 == 0
-    row_tiles, column_tiles = weight.row_tiles, weight.column_tiles
-    launch_for = lru_cache(maxsize=64)(lambda m: launch_of(schedule, m, weight, sms))
-
-    def matmul(x: Tensor, operands: Mapping[str, Argument], bias: Tensor | None) -> Tensor:
-        x, m = x.contiguous(), x.shape[0]
-        launch = launch_for(m)
-        y = x.new_empty(m, n)
-        workspace = x.new_empty(launch.workspace, dtype=torch.uint8)
-        begin = workspace.data_ptr()
-        permuted, counters, partials = [begin + offset for offset in launch.offsets]
-        permute_x(
-            (launch.permute_ctas, 1, 1), 32 * PERMUTE_WARPS, pdl=True,
-            x=x, permuted=permuted, counters=counters,
-            m=m, k=k, column_tiles=column_tiles, counter_count=launch.counters,
-            aligned=even_k and x.data_ptr() % 4 == 0, tokens=launch.tokens,
-        )  # fmt: skip
-        # pdl: it starts beside permute_x, and waits before it uses the permuted x and the counters.
-        gemm(
-            (launch.ctas, 1, 1), threads, pdl=True,
-            x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
-            partials=partials, counters=counters,
-            m=m, n=n, row_tiles=row_tiles, column_tiles=column_tiles,
-        )  # fmt: skip
-        return y
-
-    return matmul
+    permutation = Permutation(schedule, weight, block, device_facts(device).sms)
+    return Matmul(permutation, shape, permute_x, kernel(schedule).load(device))

@@ -90,20 +90,24 @@ def cache_of(sequences: int, heads: Heads, length: int, dtype: torch.dtype) -> L
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "normed"),
+    ("dtype", "heads", "normed", "gap"),
     mostly_slow(
         [
-            (DTYPES[1], Heads(4, 2, 8, 1.0), True),
-            (DTYPES[0], Heads(3, 1, 128, 1.0), False),
-            (DTYPES[2], Heads(2, 2, 80, 1.0), True),
+            (DTYPES[1], Heads(4, 2, 8, 1.0), True, 4),
+            (DTYPES[0], Heads(3, 1, 128, 1.0), False, 8),
+            (DTYPES[1], Heads(5, 2, 128, 1.0), True, 8),
+            (DTYPES[2], Heads(2, 2, 80, 1.0), True, 4),
+            (DTYPES[0], Heads(3, 2, 80, 1.0), True, 8),
+            (DTYPES[1], Heads(2, 1, 256, 1.0), True, 1),
         ],
         0,
         2,
     ),
 )
-def test_rotary_embedding_and_cache(kernels, dtype, heads, normed):
+def test_rotary_embedding_and_cache(kernels, dtype, heads, normed, gap):
+    """With a gap of 8 values between queries, keys and values, loads are as wide as they can be."""
     widths = [count * heads.dim for count in (heads.count, heads.kv_count, heads.kv_count)]
-    at = Columns((0, widths[0] + 4, widths[0] + widths[1] + 8), sum(widths) + 12)
+    at = Columns((0, widths[0] + gap, widths[0] + widths[1] + 2 * gap), sum(widths) + 3 * gap)
     qkv = torch.randn(6, at.width).to(dtype)
     positions = torch.tensor([4, 5, 6, 0, 1, 2], dtype=torch.int32)
     norms = HeadNorms(torch.randn(heads.dim).to(dtype), torch.randn(heads.dim).to(dtype), EPSILON) if normed else None

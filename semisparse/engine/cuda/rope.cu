@@ -6,15 +6,19 @@
 // (k_norm) is not null, RMSNorm with that weight is applied to each query (key) head before the rotation (Qwen3). Intermediate results
 // are rounded to SCALAR wherever Hugging Face Transformers rounds them.
 //
-// Grid: (ceil((heads + 2 kv_heads) / 4), m). CTA: 128 threads, a warp per head. No shared memory.
+// Grid: (ceil((heads + 2 kv_heads) / (128 / LANES)), m). CTA: 128 threads. LANES of them rotate a head: each loads VECTOR values of its
+// first half and the same columns of its second half at a time. No shared memory. Bound: memory for many rows.
 //
-// Macros: SCALAR (element type), DIM (elements per head, even).
+// Macros: SCALAR (element type), DIM (elements per head, even), VECTOR (values per load: DIM / 2, stride and starts are multiples of it,
+// and all arrays are aligned to it), LANES (a power of two up to 32).
 
 #include "ptx/griddepcontrol.cuh"
 #include "types.cuh"
+#include "vector.cuh"
 
 constexpr int kHalf = DIM / 2;
-constexpr int kPairs = (kHalf + 31) / 32;  // pairs (i, i + DIM / 2) per lane
+constexpr int kUnits = (kHalf / VECTOR + LANES - 1) / LANES;  // pairs of units (i, i + kHalf / VECTOR) per lane
+static_assert(kHalf % VECTOR == 0 && 32 % LANES == 0);
 
 __device__ __forceinline__ float rounded(float value) {
     SCALAR result;
@@ -36,49 +40,63 @@ extern "C" __global__ void __launch_bounds__(128) semisparse_engine_rope(
 ) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    const int head = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
-    if (head >= heads + 2 * kv_heads) return;
+    const int head = blockIdx.x * (128 / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES, row = blockIdx.y;
+    const bool exists = head < heads + 2 * kv_heads;  // all lanes take part in shuffles
     const int position = positions[row];
     const bool is_query = head < heads, is_value = head >= heads + kv_heads;
-    const int own = is_query ? head : is_value ? head - heads - kv_heads : head - heads;
+    const int own = !exists ? 0 : is_query ? head : is_value ? head - heads - kv_heads : head - heads;
     const int start = (is_query ? q_start : is_value ? v_start : k_start) + own * DIM;
     const SCALAR* from = qkv + static_cast<long long>(row) * stride + start;
     const long long cache_offset = ((static_cast<long long>(row / tokens) * kv_heads + own) * length + position) * DIM;
     SCALAR* to = is_query ? q_out + (static_cast<long long>(row) * heads + own) * DIM : (is_value ? values : keys) + cache_offset;
-    float first[kPairs] = {}, second[kPairs] = {};
+    const long long angles = static_cast<long long>(position) * kHalf;
+    Unit first[kUnits], second[kUnits], cosine[kUnits], sine[kUnits];
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-        const int column = lane + 32 * i;
-        if (column < kHalf) first[i] = to_float(from[column]), second[i] = to_float(from[column + kHalf]);
+    for (int i = 0; i < kUnits; ++i) {
+        const int unit = lane + LANES * i;
+        first[i] = second[i] = cosine[i] = sine[i] = {};
+        if (unit * VECTOR >= kHalf) continue;
+        first[i] = load_unit(from, unit), second[i] = load_unit(from + kHalf, unit);
+        if (!is_value) cosine[i] = load_unit(cosines + angles, unit), sine[i] = load_unit(sines + angles, unit);
     }
     const SCALAR* norm = is_query ? q_norm : is_value ? nullptr : k_norm;
-    if (norm) {
+    if (q_norm || k_norm) {
         float squares = 0;
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) squares += first[i] * first[i] + second[i] * second[i];
+        for (int i = 0; i < kUnits; ++i) {
 #pragma unroll
-        for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
+            for (int j = 0; j < VECTOR; ++j) squares += first[i].at(j) * first[i].at(j) + second[i].at(j) * second[i].at(j);
+        }
+#pragma unroll
+        for (int step = LANES / 2; step; step /= 2) squares += __shfl_xor_sync(~0u, squares, step);
         const float scale = rsqrtf(squares / DIM + epsilon);
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            const int column = lane + 32 * i;
-            if (column >= kHalf) continue;
-            first[i] = rounded(to_float(norm[column]) * rounded(first[i] * scale));
-            second[i] = rounded(to_float(norm[column + kHalf]) * rounded(second[i] * scale));
+        for (int i = 0; i < kUnits; ++i) {
+            const int unit = lane + LANES * i;
+            if (!norm || unit * VECTOR >= kHalf) continue;
+            const Unit low = load_unit(norm, unit), high = load_unit(norm + kHalf, unit);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+                first[i].set(j, low.at(j) * rounded(first[i].at(j) * scale));
+                second[i].set(j, high.at(j) * rounded(second[i].at(j) * scale));
+            }
         }
     }
+    if (!exists) return;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-        const int column = lane + 32 * i;
-        if (column >= kHalf) continue;
-        float low = first[i], high = second[i];
+    for (int i = 0; i < kUnits; ++i) {
+        const int unit = lane + LANES * i;
+        if (unit * VECTOR >= kHalf) continue;
+        Unit low = first[i], high = second[i];
         if (!is_value) {
-            const float cosine = to_float(cosines[static_cast<long long>(position) * kHalf + column]);
-            const float sine = to_float(sines[static_cast<long long>(position) * kHalf + column]);
-            low = rounded(first[i] * cosine) - rounded(second[i] * sine);
-            high = rounded(second[i] * cosine) + rounded(first[i] * sine);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) {
+                const float x = first[i].at(j), y = second[i].at(j), c = cosine[i].at(j), s = sine[i].at(j);
+                low.set(j, rounded(x * c) - rounded(y * s));
+                high.set(j, rounded(y * c) + rounded(x * s));
+            }
         }
-        store(to + column, low);
-        store(to + column + kHalf, high);
+        store_unit(to, unit, low);
+        store_unit(to + kHalf, unit, high);
     }
 }

@@ -12,10 +12,10 @@ from semisparse.formats.bitmask.cuda import operands
 from semisparse.formats.bitmask.cuda.schedule import GEMM_RATES, gemm_tiles
 from semisparse.formats.bitmask.storage.disk import BLOCK
 from semisparse.formats.bitmask.storage.gpu import tiling
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import PermutingProduct, Problem
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule, choose
+from semisparse.runtime.expand_gemm import MAX_TOKENS, PermutedX, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -49,7 +49,7 @@ def refusal(problem: Problem) -> str | None:
     return operands.refusal(problem) or hopper_refusal(problem.device)
 
 
-def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
+def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProduct:
     """Compile and load gemm.cu and permute_x.cu for one problem.
 
     Args:
@@ -70,7 +70,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
         schedule, tiles, BLOCK, problem.spec.shape, problem.device,
     )  # fmt: skip
 
-    def gemm(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def gemm(x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
         return product(x, {"tiles": packed.tensors["tiles"]}, bias)
 
-    return gemm
+    return PermutingProduct(gemm, product.permutation)

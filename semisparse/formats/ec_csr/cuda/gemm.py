@@ -11,10 +11,10 @@ from semisparse.formats.base import Packed
 from semisparse.formats.ec_csr.cuda.decode_tiles import tiles_refusal
 from semisparse.formats.ec_csr.cuda.tile_schedule import tiles_in
 from semisparse.formats.ec_csr.storage.tiles import BLOCK, tiles_of
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import PermutingProduct, Problem
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, Rates, Schedule, choose
+from semisparse.runtime.expand_gemm import MAX_TOKENS, PermutedX, Rates, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -57,7 +57,7 @@ def pays(problem: Problem) -> bool:
     return problem.m <= PAYS_MAX_TOKENS
 
 
-def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
+def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProduct:
     """Compile and load gemm.cu and permute_x.cu for one problem.
 
     Args:
@@ -75,7 +75,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
         schedule, weight, BLOCK, problem.spec.shape, problem.device,
     )  # fmt: skip
 
-    def gemm(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def gemm(x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
         return product(x, tiles_of(packed), bias)
 
-    return gemm
+    return PermutingProduct(gemm, product.permutation)

@@ -14,10 +14,10 @@ from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import PermutingProduct, Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, Schedule, choose
+from semisparse.runtime.expand_gemm import MAX_TOKENS, PermutedX, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -90,12 +90,14 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
         ),
         schedule, tiles, size, (n, k), device,
     )  # fmt: skip
-    quantise = quantise_x.prepare(device, dtype) if quantises_x(problem.params) else None
     groups = -(-k // size)
     chunks = -(-groups // CHUNK_GROUPS)
 
-    def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def matmul(x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
         tensors = {name: aligned(packed.tensors[name]) for name in TENSORS}
-        return product(x if quantise is None else quantise(x), {**tensors, "chunks": chunks, "groups": groups}, bias)
+        return product(x, {**tensors, "chunks": chunks, "groups": groups}, bias)
 
-    return matmul
+    if quantises_x(problem.params):
+        quantise = quantise_x.prepare(device, dtype)
+        return lambda x, packed, bias: matmul(quantise(x), packed, bias)
+    return PermutingProduct(matmul, product.permutation)

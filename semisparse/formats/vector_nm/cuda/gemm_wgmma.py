@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.kernel import Problem, Product
+from semisparse.formats.kernel import PermutingProduct, Problem
 from semisparse.formats.vector_nm.cuda.operands import aligned, operands_refusal
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import choose_schedule, tiles_of
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, SCALARS, Schedule
+from semisparse.runtime.expand_gemm import MAX_TOKENS, SCALARS, PermutedX, Schedule
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -55,7 +55,7 @@ def refusal(problem: Problem) -> str | None:
     return operands_refusal(problem) or hopper_refusal(problem.device)
 
 
-def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
+def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProduct:
     """Return the matmul for ``problem``; ``schedule`` overrides the one that should be fastest."""
     (n, k), vectors = problem.spec.shape, vectors_of(problem.pattern)
     tiles = tiles_of(n, k, vectors)
@@ -68,8 +68,8 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     )  # fmt: skip
     _, slots = groups_and_slots(problem.spec)
 
-    def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
+    def matmul(x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
         values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
         return gemm(x, {"values": values, "positions": positions, "slots": slots}, bias)
 
-    return matmul
+    return PermutingProduct(matmul, gemm.permutation)

@@ -1,4 +1,4 @@
-// Permutes the columns of x for a GEMM of experts: as permute_x.cu does, which has the figure, for the pairs of each job
+// Permutes the columns of x for a GEMM of experts: as permute_x.cu does (permuted.cuh), for the pairs of each job
 // (stream_k.cuh) in the place of tokens. It gathers the rows of x, stores zeros for the pairs that a job lacks, and zeroes
 // gemm.cuh's counters.
 //

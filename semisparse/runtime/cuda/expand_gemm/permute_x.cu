@@ -1,11 +1,5 @@
-// Permutes the columns of x to the order of gemm.cuh's weight fragments, pads x with zeros, and zeroes gemm.cuh's counters.
-//
-// In a fragment, lane 4 g + t has two words (pairs of columns) of rows g and g + 8 per k-step. Lanes with the same t take block
-// t of every four blocks of BLOCK columns, which share a mask or a scale. BLOCK = 2 keeps the order of x. A tile of 256
-// columns has 64 columns for each t: 32 words, numbered p. Words p of t = 0 to 3 are stored together in 16 bytes; two p are a
-// k-step (32 bytes), eight p a slice (128 bytes).
-// A slice of TILE_M tokens is stored as wgmma reads it from shared memory: a 128-byte row per token, 16-byte unit u at
-// u ^ token % 8 (the 128-byte swizzle), so that gemm.cuh needs one bulk copy per slice and no tensor map.
+// Permutes the columns of x to the order of gemm.cuh's weight fragments (permuted.cuh), pads x with zeros, and zeroes gemm.cuh's
+// counters.
 //
 // A warp permutes a token of a tile at a time: lane p word p, for all four t.
 //
@@ -14,6 +8,7 @@
 //
 // Compiled with TILE_M and BLOCK (a power of two from 2 to 128).
 
+#include "permuted.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 constexpr int kThreads = 128;
@@ -47,8 +42,7 @@ __device__ __forceinline__ void permute(const unsigned short* x, unsigned char* 
         uint4 units[kUnroll];
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i, load.advance(by_tokens, by_tiles, column_tiles)) {
-            const int own = load.column_tile * 64 + 2 * p;  // the word's first column among those of one t
-            const int first = own / BLOCK * (4 * BLOCK) + own % BLOCK, end = load.token < m ? k : 0;
+            const int first = first_column(load.column_tile, p, BLOCK), end = load.token < m ? k : 0;
             const unsigned short* row = x + static_cast<long long>(load.token) * k;
             units[i] = uint4{load_word<aligned>(row, first, end), load_word<aligned>(row, first + BLOCK, end),
                              load_word<aligned>(row, first + 2 * BLOCK, end), load_word<aligned>(row, first + 3 * BLOCK, end)};
@@ -56,8 +50,7 @@ __device__ __forceinline__ void permute(const unsigned short* x, unsigned char* 
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i, store.advance(by_tokens, by_tiles, column_tiles)) {
             if (store.token >= tokens) break;
-            const int slice = (store.token / TILE_M * column_tiles + store.column_tile) * 4 + p / 8, row = store.token % TILE_M;
-            reinterpret_cast<uint4*>(permuted)[static_cast<long long>(slice) * TILE_M * 8 + row * 8 + (p ^ row) % 8] = units[i];
+            reinterpret_cast<uint4*>(permuted)[permuted_unit(store.token, store.column_tile, p, TILE_M, column_tiles)] = units[i];
         }
     }
 }
