@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from semisparse.bench import timing
 from semisparse.bench.kernels import TOLERANCE
 from semisparse.bench.roofline import Candidate, random_weight
 from semisparse.formats import Packed, get_format
+from semisparse.formats.kernel import in_parallel
 from semisparse.formats.product import prepare_product, problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
@@ -53,9 +52,7 @@ HUMMING_ERROR = 0.2
 
 def compile_all(weights: Sequence[Packed], tokens: Sequence[int]) -> None:
     """Compile every chosen kernel, in a thread per core."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for job in [pool.submit(prepare_product, packed, m, DTYPE) for packed in weights for m in tokens]:
-            job.result()
+    in_parallel(partial(prepare_product, packed, m, DTYPE) for packed in weights for m in tokens)
 
 
 def row(n: int, k: int, m: int, weights: str, kernel: str, megabytes: float, times: dict[str, str]) -> dict[str, str]:

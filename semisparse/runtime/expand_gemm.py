@@ -81,6 +81,8 @@ class Schedule:
         x_stages: stages of x, each with 256 columns.
         ctas_per_sm: resident CTAs per SM.
         producers: producer warpgroups per CTA.
+        split_in_cluster: whether the ranges of an output tile are one cluster, whose CTAs exchange partial accumulators
+            through shared memory (split_k above 1, cluster 1).
     """
 
     tile_m: int
@@ -91,6 +93,7 @@ class Schedule:
     x_stages: int
     ctas_per_sm: int
     producers: int = 1
+    split_in_cluster: bool = False
 
     @property
     def warps(self) -> int:
@@ -104,12 +107,12 @@ class Schedule:
 
     def defines(self, dtype: torch.dtype) -> Defines:
         """Return the macros of gemm.cuh: the fields in capitals, and SCALAR."""
-        return {"SCALAR": SCALARS[dtype], **{name.upper(): value for name, value in asdict(self).items()}}
+        return {"SCALAR": SCALARS[dtype], **{name.upper(): int(value) for name, value in asdict(self).items()}}
 
     def shared(self, weight: Tiles) -> int:
         """Return the bytes of dynamic shared memory per CTA."""
         x = self.x_stages * self.tile_m * 2 * COLUMNS
-        mbarriers = 16 * (self.stages + 4 * self.x_stages)
+        mbarriers = 16 * (self.stages + 4 * self.x_stages) + (8 * self.warps if self.split_in_cluster else 0)
         tiles = self.stages * self.warps * weight.tile_bytes
         return x + tiles + self.warps * weight.extra_per_warp + mbarriers
 
@@ -150,8 +153,9 @@ def launch_of(schedule: Schedule, m: int, weight: Tiles, sms: int) -> Launch:
     """Size the grids and the workspace of a GEMM."""
     ctas = schedule.cluster * schedule.ranges(m, weight, sms)
     tokens = -(-m // schedule.tile_m) * schedule.tile_m
-    counters = ctas * schedule.warps
-    partials = 0 if schedule.split_k == 1 else counters * ROWS * schedule.tile_m
+    through_memory = schedule.split_k != 1 and not schedule.split_in_cluster
+    counters = ctas * schedule.warps if through_memory else 0
+    partials = counters * ROWS * schedule.tile_m
     permuted = 2 * COLUMNS * weight.column_tiles * tokens
     *offsets, size = offsets_in_workspace(permuted, 4 * counters, 4 * partials)
     per_cta = PERMUTE_WARPS * PERMUTE_UNROLL
@@ -166,14 +170,21 @@ def tile_m_of(m: int, sizes: Iterable[int] = TILES_M) -> int:
 
 
 def fit(
-    weight: Tiles, gpu: DeviceFacts, tile_m: int, warpgroups: int, cluster: int, split_k: int, ctas_per_sm: int
+    weight: Tiles,
+    gpu: DeviceFacts,
+    tile_m: int,
+    warpgroups: int,
+    cluster: int,
+    split_k: int,
+    ctas_per_sm: int,
+    split_in_cluster: bool = False,
 ) -> Schedule | None:
     """Return the schedule with the most stages that fit in shared memory, or None if none does."""
     # Leave RESERVED_SHARED for each CTA of the GEMM, and for one CTA of permute_x, beside which they start.
     room = (gpu.shared_per_sm - RESERVED_SHARED) // ctas_per_sm - RESERVED_SHARED
     producers = 2 if weight.slow_copies and warpgroups >= 3 and tile_m <= MAX_TOKENS_OF_TWO_PRODUCERS else 1
     schedules = (
-        Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm, producers)
+        Schedule(tile_m, warpgroups, cluster, split_k, *stages, ctas_per_sm, producers, split_in_cluster)
         for stages in STAGES
         if stages[0] <= weight.max_stages
     )

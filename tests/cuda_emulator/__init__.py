@@ -71,7 +71,8 @@ class EmulatedKernel:
         self.shared = build.shared
         head = rf"__cluster_dims__\([^{{}};]*\b{build.name}\("
         clustered = re.search(head, build.source.read_text()) is not None
-        self.cluster = int(dict(build.defines)["CLUSTER"]) if clustered else 1
+        macros = dict(build.defines)
+        self.cluster = int(macros["SPLIT_K" if macros.get("SPLIT_IN_CLUSTER") else "CLUSTER"]) if clustered else 1
         self.launch = _library(build.source, build.defines, build.name).launch
         self.launch.restype = ctypes.c_char_p
 

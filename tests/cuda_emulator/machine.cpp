@@ -392,8 +392,11 @@ float e4m3_value(unsigned char bits) {
 
 // ptx/st_async.cuh
 
-void st_async(Word to, Word word, Word mbarrier, Word rank) {
+template <typename T> void store_in(Word to, T value, Word mbarrier, Word rank) {
     if (rank >= cluster_size) return fail("a CTA that the cluster does not have");
     ResidentCta& cta = *resident().cluster->ctas[rank];
-    write_asynchronously(to, 4, 4, mbarrier, cta, [=](char* at) { std::memcpy(at, &word, 4); });
+    write_asynchronously(to, sizeof(T), sizeof(T), mbarrier, cta, [=](char* at) { std::memcpy(at, &value, sizeof(T)); });
 }
+
+void st_async(Word to, Word word, Word mbarrier, Word rank) { store_in(to, word, mbarrier, rank); }
+void st_async_v4(Word to, float4 values, Word mbarrier, Word rank) { store_in(to, values, mbarrier, rank); }

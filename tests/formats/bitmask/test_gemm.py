@@ -28,11 +28,13 @@ CASES = [  # n, k, keep, dtype, m, SMs, schedule: tile_m, warpgroups, cluster, s
     (70, 260, 31, BF16, 40, 132, Schedule(32, 1, 1, 1, 2, 1, 2)),
     (37, 300, 64, HALF, 20, 132, Schedule(256, 1, 1, 2, 1, 1, 1)),
     (80, 701, 31, BF16, 20, 2, Schedule(16, 1, 1, 0, 2, 1, 3)),
+    (80, 701, 31, BF16, 40, 132, Schedule(32, 1, 1, 3, 3, 1, 3, split_in_cluster=True)),
+    (130, 1300, 32, HALF, 100, 132, Schedule(128, 2, 1, 5, 1, 1, 1, split_in_cluster=True)),
 ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("n", "k", "keep", "dtype", "m", "sms", "schedule"), mostly_slow(CASES, 0, 2))
+@pytest.mark.parametrize(("n", "k", "keep", "dtype", "m", "sms", "schedule"), mostly_slow(CASES, 0, 2, 6))
 def test_emulated(emulated, monkeypatch: pytest.MonkeyPatch, n, k, keep, dtype, m, sms, schedule):
     emulate(monkeypatch, sms)
     check(gemm.prepare, in_tiles(n, k, f"{keep}:64", dtype), m, aligned=m != 100, schedule=schedule)

@@ -26,7 +26,7 @@ struct Tiles : BulkTiles<kTileBytes> {
 };
 
 #if EXPERTS
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_bitmask_experts_gemm(
+extern "C" __global__ void __cluster_dims__(kClusterCtas, 1, 1) EXPAND_GEMM_BOUNDS semisparse_bitmask_experts_gemm(
     const unsigned char* __restrict__ x,        // as permute_x.cu stores it, with BLOCK = 64
     const unsigned char* __restrict__ tiles,    // [experts * row_tiles, column_tiles, kTileBytes]
     const SCALAR* __restrict__ bias,            // [experts * n] or null
@@ -42,7 +42,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS se
                 shared);
 }
 #else
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_bitmask_gemm(
+extern "C" __global__ void __cluster_dims__(kClusterCtas, 1, 1) EXPAND_GEMM_BOUNDS semisparse_bitmask_gemm(
     const unsigned char* __restrict__ x,        // as permute_x.cu stores it, with BLOCK = 64
     const unsigned char* __restrict__ tiles,    // [row_tiles, column_tiles, kTileBytes]
     const SCALAR* __restrict__ bias,            // [n] or null

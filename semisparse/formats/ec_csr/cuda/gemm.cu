@@ -26,7 +26,7 @@ struct Tiles : BulkTiles<kTileBytes> {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_ec_csr_gemm(
+extern "C" __global__ void __cluster_dims__(kClusterCtas, 1, 1) EXPAND_GEMM_BOUNDS semisparse_ec_csr_gemm(
     const unsigned char* __restrict__ x,        // as permute_x.cu stores it, with BLOCK = 64
     const unsigned char* __restrict__ tiles,    // [units, kUnitBytes]
     const int* __restrict__ tile_starts,        // [row_tiles * column_tiles + 1]

@@ -16,7 +16,7 @@
 #endif
 
 #if EXPERTS
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_gqs_experts_gemm(
+extern "C" __global__ void __cluster_dims__(kClusterCtas, 1, 1) EXPAND_GEMM_BOUNDS semisparse_gqs_experts_gemm(
     const unsigned char* __restrict__ x,  // as permute_x.cu stores it, with BLOCK = GROUP_SIZE
     const uint2* __restrict__ masks,      // [experts * row_tiles, chunks], low word first
     const Word* __restrict__ starts,      // [experts * row_tiles * chunks + 1]
@@ -37,7 +37,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS se
                 shared);
 }
 #else
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) EXPAND_GEMM_BOUNDS semisparse_gqs_gemm_wgmma(
+extern "C" __global__ void __cluster_dims__(kClusterCtas, 1, 1) EXPAND_GEMM_BOUNDS semisparse_gqs_gemm_wgmma(
     const unsigned char* __restrict__ x,  // as permute_x.cu stores it, with BLOCK = GROUP_SIZE
     const uint2* __restrict__ masks,      // [row_tiles, chunks], low word first
     const Word* __restrict__ starts,      // [row_tiles * chunks + 1]

@@ -177,7 +177,7 @@ struct SlotStream {
     }
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __cluster_dims__(kClusterCtas, 1, 1)
 EXPAND_GEMM_BOUNDS semisparse_vector_nm_gemm_wgmma(
     const unsigned char* __restrict__ x,          // as permute_x.cu stores it, with BLOCK = 2
     const unsigned short* __restrict__ values,    // [groups, slots, LENGTH]

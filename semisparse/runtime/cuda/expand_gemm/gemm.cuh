@@ -6,6 +6,7 @@
 // the order of the fragments: permute_x.cu stores it so, swizzled.
 //
 // CTA tile: TILE_M tokens by WARPGROUPS * 64 rows of w; a cluster has CLUSTER such tiles along N and multicasts x among them.
+// With SPLIT_IN_CLUSTER a cluster is the SPLIT_K ranges of an output tile instead.
 // Grid: CLUSTER times the ranges of stream_k.cuh, which divides the work.
 // CTA: WARPGROUPS consumer warpgroups (expand and wgmma), and PRODUCERS producer warpgroups: their first warp issues bulk copies of
 // x, the others copy weights. setmaxnreg moves registers to the consumers.
@@ -13,7 +14,8 @@
 // Dynamic shared memory, in bytes:
 //   X_STAGES x tiles, each four slices of 64 columns with a full and an empty mbarrier of their own    512 TILE_M each
 //   STAGES stages of one weight tile per consumer warp                                   Weights::kTileBytes per tile
-//   Weights::kExtraBytes, then 16 per stage of weights and per slice of x: the mbarriers
+//   Weights::kExtraBytes, then 16 per stage of weights and per slice of x: the mbarriers; with SPLIT_IN_CLUSTER 8 per warp
+//   In the end, with SPLIT_IN_CLUSTER, from the start of x: the partials of this CTA's share
 //
 // A format defines a type Weights, its operands:
 //   kTileBytes, kExtraBytes             see above
@@ -26,7 +28,7 @@
 //     release(iteration)                the tile has been expanded
 //
 // Compiled for sm_90a with SCALAR (__half or __nv_bfloat16), TILE_M (16, 32, 160, or a multiple of 64 up to 256), WARPGROUPS,
-// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM, PRODUCERS (1 if not defined). With EXPERTS (stream_k.cuh) SPLIT_K is 0.
+// CLUSTER, SPLIT_K (0: Stream-K), STAGES, X_STAGES, CTAS_PER_SM, PRODUCERS (1 if not defined), SPLIT_IN_CLUSTER (0 if not defined). With EXPERTS (stream_k.cuh) SPLIT_K is 0.
 
 #pragma once
 
@@ -60,6 +62,7 @@ constexpr int kRegisters = (65536 - (kAllRegisters ? 0 : 4096)) / CTAS_PER_SM / 
 #else
 #define EXPAND_GEMM_BOUNDS __launch_bounds__(kThreads, CTAS_PER_SM)
 #endif
+constexpr int kClusterCtas = SPLIT_IN_CLUSTER ? SPLIT_K : CLUSTER;
 constexpr int kMostRegisters = 256;                                  // maximum that setmaxnreg is given
 constexpr int kXSlices = 4;                                           // per tile, 64 columns each
 constexpr int kXSliceBytes = TILE_M * 128;
@@ -156,7 +159,8 @@ struct Operands {
 // A consumer warp: expands and multiplies its rows of every output tile of the range, and stores them.
 template <typename Weights>
 __device__ __forceinline__ void consume(const Weights& weights, const Operands& operands, StreamMemory memory, Pipeline x_pipeline,
-                                        Word x_stages, WorkRanges work, int range, int first, int last, int warp, int lane) {
+                                        Word x_stages, const Received& received, WorkRanges work, int range, int first, int last,
+                                        int warp, int lane) {
     Accumulators accumulators;
     Fragments fragments;
     typename Weights::Stream stream(weights, memory, work, first, last, warp, lane);
@@ -179,7 +183,7 @@ __device__ __forceinline__ void consume(const Weights& weights, const Operands& 
         const SCALAR* bias = operands.bias;
         if (EXPERTS && bias) bias += static_cast<long long>(operands.jobs.experts[m_tile]) * operands.n;
         const WarpOutput output(operands.y, bias, operands.jobs.pairs, m_tile * TILE_M, first_row, operands.m, operands.n, lane);
-        reduce_and_store(accumulators, work, operands.workspace, output, tile, begin, range, warp, lane);
+        reduce_and_store(accumulators, work, operands.workspace, received, output, tile, begin, range, warp, lane);
     }
 }
 
@@ -198,6 +202,8 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     const Word extra = weight_stages + kWeightBytes, mbarriers = extra + Weights::kExtraBytes;
     const Pipeline x_pipeline{mbarriers}, weight_pipeline{mbarriers + X_STAGES * kXSlices * 16};
     const StreamMemory memory{weight_stages, extra, weight_pipeline};
+    const Received received{x_stages, mbarriers + (X_STAGES * kXSlices + STAGES) * 16};
+    static_assert(kReceivedBytes <= X_STAGES * kXBytes + kWeightBytes, "the received partials do not fit");
     const int thread = threadIdx.x;
     if (thread < X_STAGES * kXSlices) {
         mbarrier_init(x_pipeline.full(thread), 1), mbarrier_init(x_pipeline.empty(thread), CLUSTER * kReleases);
@@ -207,6 +213,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
         mbarrier_init(weight_pipeline.full(thread), Weights::kProducers), mbarrier_init(weight_pipeline.empty(thread), kReleases);
         fence_mbarrier_init();
     }
+    if (SPLIT_IN_CLUSTER && thread < kConsumerWarps) received.expect(thread);
     if constexpr (CLUSTER > 1) barrier_cluster_sync();
     else __syncthreads();
 
@@ -218,10 +225,11 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
             load_x(x_pipeline, x_stages, operands.x, work, first, last);
         }
         __syncwarp();
+        if constexpr (SPLIT_IN_CLUSTER) barrier_cluster_sync();  // that of exchange_in_cluster
     } else {
         constexpr int kLeft = (kRegisters * kThreads - Weights::kProducerRegisters * kProducerThreads) / kConsumerThreads / 8 * 8;
         setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
-        consume(weights, operands, memory, x_pipeline, x_stages, work, range, first, last, warp, lane);
+        consume(weights, operands, memory, x_pipeline, x_stages, received, work, range, first, last, warp, lane);
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();  // a CTA must not exit while another may multicast into it
 }

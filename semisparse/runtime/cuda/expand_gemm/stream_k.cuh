@@ -5,7 +5,8 @@
 //   SPLIT_K = 0  Stream-K: ranges end anywhere. The cluster with an output tile's first iteration adds the partial accumulators
 //                that the others stored for it (fix-up).
 //   SPLIT_K > 0  split-K: an output tile is SPLIT_K ranges; every CTA adds up the partial accumulators of its share of the
-//                tokens, and stores those of the others' shares.
+//                tokens, and stores those of the others' shares: in global memory or, with SPLIT_IN_CLUSTER, in the shared memory
+//                of the range that has the share. The ranges of an output tile are one cluster then.
 // Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows.
 //
 // Warps wait for partials of other CTAs. With Stream-K, and with the split-K schedules of `choose` (runtime/expand_gemm.py), the
@@ -18,10 +19,19 @@
 
 #include "expand_gemm/epilogue.cuh"
 #include "expand_gemm/tile_shape.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/global.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/st_async.cuh"
 #include "rows.cuh"
 
+#ifndef SPLIT_IN_CLUSTER
+#define SPLIT_IN_CLUSTER 0
+#endif
+
+static_assert(!SPLIT_IN_CLUSTER || (SPLIT_K > 1 && CLUSTER == 1), "the cluster's CTAs are the ranges of an output tile");
 static_assert(!EXPERTS || SPLIT_K == 0, "the ranges of EXPERTS end anywhere");
 constexpr int kRangesPerTile = SPLIT_K > 0 ? SPLIT_K : 1;
 constexpr int kLoadGroups = kRangesPerTile <= 4 ? 4 : 2;  // token groups whose partials are loaded together
@@ -176,10 +186,73 @@ __device__ __forceinline__ void exchange(const Accumulators& accumulators, const
     }
 }
 
+// Where a CTA receives the partials of its share with SPLIT_IN_CLUSTER: [ranges, kConsumerWarps, kShareGroups, kWarpSize] of 16
+// bytes each, and an mbarrier per warp, on which the other ranges' partials complete.
+constexpr int kShareGroups = (kTokenGroups + kRangesPerTile - 1) / kRangesPerTile;
+constexpr int kReceivedBytes = SPLIT_IN_CLUSTER ? kRangesPerTile * kConsumerWarps * kShareGroups * kWarpSize * 16 : 0;
+struct Received {
+    Word partials, mbarriers;
+
+    __device__ __forceinline__ Word partial(int part, int warp, int lane) const {
+        return partials + ((part * kConsumerWarps + warp) * kShareGroups * kWarpSize + lane) * 16;
+    }
+    __device__ __forceinline__ Word mbarrier(int warp) const { return mbarriers + warp * 8; }
+    // By a thread, before other CTAs can store here.
+    __device__ __forceinline__ void expect(int warp) const {
+        const int part = cluster_ctarank();
+        const int groups = (part + 1) * kTokenGroups / kRangesPerTile - part * kTokenGroups / kRangesPerTile;
+        mbarrier_init(mbarrier(warp), 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(mbarrier(warp), (kRangesPerTile - 1) * groups * kWarpSize * 16);
+    }
+};
+
+// Split-K in a cluster: like exchange(). The partials lie where x was, so no CTA stores any before all have multiplied.
+__device__ __forceinline__ void exchange_in_cluster(const Accumulators& accumulators, const Received& received,
+                                                    const WarpOutput& output, int warp, int lane) {
+    const int own = cluster_ctarank();
+    const Word from = received.partial(own, warp, lane);
+    barrier_cluster_sync();
+#pragma unroll
+    for (int group = 0; group < kTokenGroups; ++group) {
+        const int part = ((group + 1) * kRangesPerTile - 1) / kTokenGroups;  // whose share the group is in
+        const Word to = from + (group - part * kTokenGroups / kRangesPerTile) * kWarpSize * 16;
+        const float4 partial = token_group(accumulators, group);
+        if (part == own) {
+            st_shared_v4(to, uint4{__float_as_uint(partial.x), __float_as_uint(partial.y), __float_as_uint(partial.z),
+                                   __float_as_uint(partial.w)});
+        } else {
+            st_async_v4(to, partial, received.mbarrier(warp), part);
+        }
+    }
+    mbarrier_wait_parity(received.mbarrier(warp), 0);
+    const int begin = own * kTokenGroups / kRangesPerTile, end = (own + 1) * kTokenGroups / kRangesPerTile;
+#pragma unroll
+    for (int i = 0; i < kShareGroups; ++i) {
+        if (begin + i >= end) break;
+        float4 sum;
+#pragma unroll
+        for (int part = 0; part < kRangesPerTile; ++part) {
+            Word words[4];
+            ld_shared_ordered(words, received.partial(part, warp, lane) + i * kWarpSize * 16);
+            const float4 more{__uint_as_float(words[0]), __uint_as_float(words[1]), __uint_as_float(words[2]),
+                              __uint_as_float(words[3])};
+            if (part == 0) sum = more;
+            else sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        }
+        output.store(sum, begin + i, lane);
+    }
+}
+
 // Ends a range's part of an output tile; `first` is the range's first iteration in that tile. Stores y: the tile, or with split-K the range's share of
 // its tokens. With Stream-K, a range without the tile's first iteration stores partial accumulators instead.
 __device__ __forceinline__ void reduce_and_store(Accumulators& accumulators, const WorkRanges& work, const Workspace& workspace,
-                                                 const WarpOutput& output, int tile, int first, int range, int warp, int lane) {
+                                                 const Received& received, const WarpOutput& output, int tile, int first,
+                                                 int range, int warp, int lane) {
+    if constexpr (SPLIT_IN_CLUSTER) {
+        exchange_in_cluster(accumulators, received, output, warp, lane);
+        return;
+    }
     if constexpr (SPLIT_K > 1) {
         exchange(accumulators, workspace, output, tile, range, warp, lane);
         return;
