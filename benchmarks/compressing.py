@@ -1,19 +1,21 @@
 """Seconds and memory of compressing a model of random weights.
 
 Usage: python benchmarks/compressing.py OUT.csv --data DATA --scratch DIR [--arch llama2-7b] [--blocks 32]
-           [--runs sparsegpt,magnitude] [--limit-gb 8] [--ranks 2]
+           [--runs sparsegpt,magnitude] [--limit-gb 8] [--ranks 2] [--parts PARTS.csv] [--samples N]
 
 DATA holds models/pycode-11m, for its tokenizer, and text/pycode-calib.txt. Each run is a process of its own, with
 `--limit-gb` in a memory cgroup of its own (memory_limit.py). `block_seconds` is the median over all decoder layers but
 the first and the last; of two, it is that of the first. `search_seconds` is the time of a search, and `candidates` the
 number of models that it scored. With `--ranks 2` torchrun starts two processes, with a GPU each, and the row is that of
 the first. `anonymous_gb` is the peak host memory beside the page cache, `resident_gb` the peak
-with it, `device_gb` the peak GPU memory that torch allocated.
+with it, `device_gb` the peak GPU memory that torch allocated. With `--parts` the parts of each decoder layer are timed,
+too (stage_times.py), in a row each.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -21,12 +23,16 @@ import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from memory_limit import run_limited
 from rows import read_rows, write_rows
+from safetensors.torch import save_file
+from stage_times import StageTimes, stage_times
 from transformers import AutoModelForCausalLM
 
 import semisparse
@@ -58,6 +64,10 @@ COLUMNS = (
     "anonymous_gb",
 )
 COLUMNS += ("resident_gb", "device_gb", "bytes_gb")
+SHARDS = 8
+"""Files of a written model, at most."""
+
+PART_COLUMNS = ("ranks", "rank", "layer", "part", "seconds")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -68,7 +78,14 @@ def write_model(arch: str, blocks: int, data: Path, out: Path) -> None:
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(out)
+    model.config.save_pretrained(out)
+    tensors = list(model.state_dict().items())
+    shards = [dict(tensors[start::SHARDS]) for start in range(min(SHARDS, len(tensors)))]
+    names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor(len(shards)) as pool:  # one thread writes some 0.5 GB/s
+        list(pool.map(lambda shard, name: save_file(shard, out / name, {"format": "pt"}), shards, names))
+    weight_map = {key: name for shard, name in zip(shards, names, strict=True) for key in shard}
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     for name in TOKENIZER:
         shutil.copyfile(data / "models" / "pycode-11m" / name, out / name)
 
@@ -88,7 +105,15 @@ def device_gb() -> float:
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
-def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
+def write_parts(path: Path, times: StageTimes) -> None:
+    """Write the parts of each decoder layer that this rank has timed, to a file per rank."""
+    rank = os.environ.get("RANK", "0")
+    values = ((os.environ.get("WORLD_SIZE", "1"), rank, *key, f"{spent:.4f}") for key, spent in times.seconds.items())
+    rows = [dict(zip(PART_COLUMNS, map(str, each), strict=True)) for each in sorted(values)]
+    write_rows(path.with_name(f"{path.stem}-{rank}{path.suffix}"), rows, PART_COLUMNS)
+
+
+def run(name: str, model: Path, data: Path, out: Path, samples: int | None, parts: Path | None) -> dict[str, str]:
     """Compress once, in this process."""
     recipe, settings, needs_text, target = RUNS[name]
     marks: list[tuple[float, str]] = []
@@ -113,10 +138,18 @@ def run(name: str, model: Path, data: Path, out: Path) -> dict[str, str]:
     threading.Thread(target=watch, daemon=True).start()
     started = time.perf_counter()
     text = data / "text" / "pycode-calib.txt" if needs_text else None
-    how = {"recipe": recipe, "settings": settings, "target": target, "calibration": text}
-    with joined_ranks(print_now):
+    how: dict[str, Any] = {
+        "recipe": recipe,
+        "settings": settings,
+        "target": target,
+        "calibration": text,
+        "samples": samples,
+    }
+    with joined_ranks(print_now), stage_times() if parts else contextlib.nullcontext() as times:
         report = semisparse.compress(model, out=out, progress=progress, inform=print_now, **how)
         ended = time.perf_counter()
+    if times and parts:
+        write_parts(parts, times)
     starts = [at for at, stage in marks if stage.startswith("decoder layer")]
     blocks = [after - before for before, after in pairwise(starts)]
     searching = [at for at, stage in marks if stage.startswith("search")]
@@ -147,11 +180,13 @@ def main() -> None:
     parser.add_argument("--build", default="now", help="a name for the code that is measured")
     parser.add_argument("--limit-gb", type=float, default=0, help="of host memory for each run; 0 for no limit")
     parser.add_argument("--ranks", type=int, default=1, help="processes, with a GPU each")
+    parser.add_argument("--samples", type=int, help="calibration sequences; by default as `compress` takes")
+    parser.add_argument("--parts", type=Path, help="time the parts of a decoder layer; a CSV per rank")
     parser.add_argument("--one", help="a run, in this process; prints its row as JSON")
     options = parser.parse_args()
     model = options.scratch / f"{options.arch}-{options.blocks}"
     if options.one:
-        row = json.dumps(run(options.one, model, options.data, options.scratch / "out"))
+        row = json.dumps(run(options.one, model, options.data, options.scratch / "out", options.samples, options.parts))
         if os.environ.get("RANK", "0") == "0":
             print(row)
         return

@@ -1,10 +1,11 @@
 """Compare models compressed by one rank and by several, on a CPU or a GPU each: masks, KL and bytes.
 
 Usage: python benchmarks/ranks.py DATA OUT.csv --scratch DIR [--models babyllama-1m,pycode-11m] [--ranks 1,2]
-           [--samples 16] [--chunks 64] [--device cpu]
+           [--samples 16] [--chunks 64] [--device cpu] [--at-once 4]
 
 `masks` is the share of the weights, in percent, that are zero in this model or in that of the first number of ranks
 only; `same_bytes` compares with that model, too. `kl` is to the dense model, on held-out text, in nats per token.
+`--at-once` models are compressed side by side.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -66,18 +69,23 @@ def main() -> None:
     parser.add_argument("--models", default="babyllama-1m,pycode-11m")
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
     rows = read_rows(options.csv)
     counts = [int(ranks) for ranks in options.ranks.split(",")]
-    for name, pattern in ((name, pattern) for name in options.models.split(",") for pattern in PATTERNS):
-        subject = Subject(name, options)
-        outs = {ranks: options.scratch / f"{name}-{ranks}" for ranks in counts}
-        for ranks, out in outs.items():
+    subjects = {name: Subject(name, options) for name in options.models.split(",")}
+    outs: dict[tuple[str, str, int], Path] = {}
+    with ThreadPoolExecutor(options.at_once) as pool:
+        running = []
+        for name, pattern, ranks in product(subjects, PATTERNS, counts):
+            out = outs[name, pattern, ranks] = options.scratch / f"{name}-{pattern.replace(':', 'of')}-{ranks}"
             shutil.rmtree(out, ignore_errors=True)
-            compress(subject, pattern, ranks, out)
-            first = outs[counts[0]]
+            running.append(pool.submit(compress, subjects[name], pattern, ranks, out))
+        for (name, pattern, ranks), out, compressed in zip(outs, outs.values(), running, strict=True):
+            compressed.result()
+            first = outs[name, pattern, counts[0]]
             same = all((out / file).read_bytes() == (first / file).read_bytes() for file in FILES)
-            kl = subject.measure(load(out, options.device, torch.float32)).kl
+            kl = subjects[name].measure(load(out, options.device, torch.float32)).kl
             values = (name, pattern, options.samples, ranks, f"{differing(first, out):.4f}", f"{kl:.5f}", same)
             rows.append(dict(zip(COLUMNS, map(str, values), strict=True)))
             write_rows(options.csv, rows, COLUMNS)
