@@ -41,6 +41,7 @@ CHANGES = {
     "linears": "search_units=linears",
     "inputs": "search_units=inputs",
     "8k": "search_tokens=8192",
+    "submodules": "tune_units=submodules",
 }
 """The settings that may be added to a run."""
 
