@@ -42,6 +42,7 @@ CHANGES = {
     "inputs": "search_units=inputs",
     "8k": "search_tokens=8192",
     "submodules": "tune_units=submodules",
+    "swaps": "refine=swaps",
 }
 """The settings that may be added to a run."""
 
