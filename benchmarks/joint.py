@@ -41,6 +41,8 @@ CHANGES = {
     "linears": "search_units=linears",
     "inputs": "search_units=inputs",
     "8k": "search_tokens=8192",
+    "submodules": "tune_units=submodules",
+    "swaps": "refine=swaps",
 }
 """The settings that may be added to a run."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,15 @@ from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear
 from semisparse.compress.search.bank import MaskedWeight, to_dense
 from semisparse.compress.store import FinishedLayer, InPlace, LayerStore, OnFirstRank
+from semisparse.compress.trace import find_inputs
 from semisparse.compress.tune import (
     TuningResult,
     dense_predictions,
     split_for_steps,
+    submodules_of,
     tune_decoder_layer,
     tune_end_to_end,
+    tune_submodules,
 )
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern, parse_pattern
@@ -326,20 +330,23 @@ def _tune_layer(
     linears = {report.name.removeprefix(f"{layer.name}."): report for report in pruned}
 
     def train() -> tuple[TuningResult, Mapping[str, GroupScales | None], list[Tensor]]:
-        targets = empty_states(activations.offload, device)
-        targets.extend(call(dense, hidden) for call, hidden in zip(calls, activations.dense or [], strict=True))
         scales = {name: report.scales.to(device) if report.scales else None for name, report in linears.items()}
-        result, scales = tune_decoder_layer(
-            working,
-            scales,
-            calls,
-            activations.compressed,
-            targets=targets,
-            rate=recipe.tune_rate,
-            epochs=recipe.tune_epochs,
-            seed=seed,
-            progress=progress,
-        )
+        how: dict[str, Any] = {"rate": recipe.tune_rate, "epochs": recipe.tune_epochs, "seed": seed}
+        new_states = partial(empty_states, activations.offload, device)
+        before = activations.dense or []
+        if recipe.tune_units == "submodules":
+            names = {name: layer.full_name(name) for name in linears}
+            parts = submodules_of(find_inputs(dense, names, calls[0], before[0]))
+            more = {"new_states": new_states, "progress": progress, **how}
+            result, scales = tune_submodules(
+                working, dense, parts, scales, calls, activations.compressed, before, **more
+            )
+        else:
+            targets = new_states()
+            targets.extend(call(dense, hidden) for call, hidden in zip(calls, before, strict=True))
+            result, scales = tune_decoder_layer(
+                working, scales, calls, activations.compressed, targets=targets, progress=progress, **how
+            )
         return result, scales, [_rounded(weight_of(working.get_submodule(name)), layer, name) for name in linears]
 
     result, new_scales, weights = activations.ranks.first(train)

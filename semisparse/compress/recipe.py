@@ -25,6 +25,7 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "saliency": ("loss", "eq4"),
     "scales": ("fit", "range"),
     "search_units": ("auto", "inputs", "linears"),
+    "tune_units": ("layers", "submodules"),
 }
 """The values of the keys that have a fixed choice."""
 
@@ -99,6 +100,8 @@ class Recipe:
         search_units: what gets one choice in a ``joint`` search: the linear layers that read one input (``inputs``),
             which one matmul can then compute, or each linear layer (``linears``). ``auto``: ``linears`` if all targets
             are bits or bytes, else ``inputs``.
+        tune_units: what ``bqpo`` trains at once: a decoder layer (``layers``), to match its output, or first its
+            attention and then its MLP (``submodules``), each to match the residual stream after it.
         tune_epochs: maximum number of passes of tuning over the calibration tokens.
         tune_rate: learning rate of tuning, as a fraction of a linear layer's root mean square weight.
         options: keys that the format adds, such as ``delta_bits``, as (key, value); each is set as a key of its own.
@@ -126,6 +129,7 @@ class Recipe:
     search_effort: int = 192
     search_banks: int = 1
     search_units: str = "auto"
+    tune_units: str = "layers"
     tune_epochs: int = 10
     tune_rate: float = 0.03
     options: tuple[tuple[str, str | int], ...] = ()

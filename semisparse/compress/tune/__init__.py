@@ -1,8 +1,16 @@
 """Train the kept weights one decoder layer at a time (BQPO), then scales and zero points end to end."""
 
-from semisparse.compress.tune.bqpo import tune_decoder_layer
+from semisparse.compress.tune.bqpo import submodules_of, tune_decoder_layer, tune_submodules
 from semisparse.compress.tune.end_to_end import tune_end_to_end
 from semisparse.compress.tune.predictions import dense_predictions
 from semisparse.compress.tune.training import TuningResult, split_for_steps
 
-__all__ = ["TuningResult", "dense_predictions", "split_for_steps", "tune_decoder_layer", "tune_end_to_end"]
+__all__ = [
+    "TuningResult",
+    "dense_predictions",
+    "split_for_steps",
+    "submodules_of",
+    "tune_decoder_layer",
+    "tune_end_to_end",
+    "tune_submodules",
+]

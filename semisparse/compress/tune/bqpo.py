@@ -2,16 +2,23 @@
 
 GQSA, section 3.3. The compressed decoder layer runs on the compressed model's hidden states, the dense one on the dense
 model's. Without quantisation this is block-wise reconstruction of the kept weights, for any pattern.
+
+With the recipe key ``tune_units=submodules`` attention and MLP are trained one after the other, each to match the
+residual stream after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from semisparse.compress.decoder import LayerCall
+from semisparse.compress.trace import HookPoint, Reached, RoutedLayers, SharedInput, hooked
 from semisparse.compress.tune.quantised import add_fake_quantisation, remove_fake_quantisation
 from semisparse.compress.tune.training import TuningResult, train
 from semisparse.quant.group import GroupScales
@@ -54,9 +61,133 @@ def tune_decoder_layer(
 
     def loss(index: int) -> Tensor:
         """Return the mean loss per token of batch ``index``."""
-        output, target = calls[index](layer, inputs[index]), targets[index]
-        return ((output - target).square().sum(-1) / target.square().sum(-1)).mean()
+        return _relative_error(calls[index](layer, inputs[index]), targets[index])
 
+    return _train_linears(layer, scales, loss, targets, rate, epochs, seed, progress)
+
+
+@dataclass(frozen=True)
+class Submodule:
+    """Linear layers of a decoder layer up to one that adds to the residual stream: those of attention, or of the MLP.
+
+    Args:
+        linears: their names in the decoder layer, in call order.
+        stream: where the residual stream before the addition can be read; None for the last submodule, after which the
+            stream is the decoder layer's output.
+    """
+
+    linears: tuple[str, ...]
+    stream: HookPoint | None
+
+    def after(self, layer: nn.Module, call: LayerCall, hidden: Tensor) -> Tensor:
+        """Return the residual stream after the submodule, [tokens, features]; run the decoder layer no further."""
+        if self.stream is None:
+            return call(layer, hidden).flatten(0, -2)
+        end, seen = HookPoint(self.linears[-1], "output"), dict[HookPoint, Tensor]()
+
+        def observe(point: HookPoint, activation: Tensor) -> None:
+            seen[point] = activation
+            if point == end:
+                raise Reached
+
+        with hooked(layer, {self.stream.module, end.module}, observe), contextlib.suppress(Reached):
+            call(layer, hidden)
+        return seen[self.stream] + seen[end]
+
+
+def submodules_of(inputs: Iterable[SharedInput | RoutedLayers]) -> list[Submodule]:
+    """Divide a decoder layer's linear layers, as `find_inputs` returns them, after each that adds to the stream.
+
+    Where none but the last adds to a stream that can be read, as in layers that run attention and MLP side by side, all
+    are one submodule.
+    """
+    found, linears = list[Submodule](), list[str]()
+    for shared in inputs:
+        linears += shared.linears
+        if isinstance(shared, SharedInput) and len(shared.linears) == 1 and shared.residuals:
+            found.append(Submodule(tuple(linears), shared.residuals[shared.linears[0]]))
+            linears = []
+    rest = linears or found.pop().linears
+    return [*found, Submodule(tuple(rest), None)]
+
+
+def tune_submodules(
+    layer: nn.Module,
+    dense: nn.Module,
+    submodules: Sequence[Submodule],
+    scales: Mapping[str, GroupScales | None],
+    calls: Sequence[LayerCall],
+    inputs: Sequence[Tensor],
+    dense_inputs: Sequence[Tensor],
+    *,
+    rate: float,
+    epochs: int,
+    seed: int,
+    new_states: Callable[[], MutableSequence[Tensor]] = list,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[TuningResult, dict[str, GroupScales | None]]:
+    """Train a decoder layer as `tune_decoder_layer` does, one submodule after another.
+
+    Args:
+        layer: the decoder layer, float32.
+        dense: the dense one, float32.
+        submodules: which linear layers are trained together.
+        scales: as for `tune_decoder_layer`.
+        calls: likewise.
+        inputs: hidden states before the decoder layer in the compressed model, [batch, tokens, features] float32.
+        dense_inputs: the same in the dense model.
+        rate, epochs, seed: as for `tune_decoder_layer`, for each submodule.
+        new_states: returns an empty list for a submodule's targets.
+        progress: likewise.
+    Returns:
+        The sums of the submodules' results, and the new scales and zero points.
+    """
+    results, found = list[TuningResult](), dict[str, GroupScales | None]()
+    for number, submodule in enumerate(submodules):
+        targets = new_states()
+        with torch.no_grad():
+            targets.extend(submodule.after(dense, *pair) for pair in zip(calls, dense_inputs, strict=True))
+
+        def loss(index: int, submodule: Submodule = submodule, targets: Sequence[Tensor] = targets) -> Tensor:
+            """Return the mean loss per token of batch ``index``."""
+            return _relative_error(submodule.after(layer, calls[index], inputs[index]), targets[index])
+
+        def step(done: int, total: int, number: int = number) -> None:
+            """Report the steps of all submodules."""
+            progress(number * total + done, len(submodules) * total)
+
+        own = {name: scales[name] for name in submodule.linears}
+        result, new = _train_linears(layer, own, loss, targets, rate, epochs, seed, step)
+        results.append(result)
+        found |= new
+    peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
+    total = TuningResult(
+        sum(result.before for result in results),
+        sum(result.after for result in results),
+        sum(result.steps for result in results),
+        next((result.failure for result in results if result.failure), None),
+        sum(result.seconds for result in results),
+        max(peaks, default=None),
+    )
+    return total, {name: found[name] for name in scales}
+
+
+def _relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over tokens of the squared error divided by the squared target, of [..., features]."""
+    return ((output - target).square().sum(-1) / target.square().sum(-1)).mean()
+
+
+def _train_linears(
+    layer: nn.Module,
+    scales: Mapping[str, GroupScales | None],
+    loss: Callable[[int], Tensor],
+    targets: Sequence[Tensor],
+    rate: float,
+    epochs: int,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> tuple[TuningResult, dict[str, GroupScales | None]]:
+    """Train the non-zero weights, scales and zero points of some linear layers on a loss of batches, in place."""
     token_counts = [target.shape[:-1].numel() for target in targets]
     layer.requires_grad_(False)
     linears = {name: layer.get_submodule(name) for name in scales}

@@ -5,6 +5,7 @@ import fnmatch
 import functools
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,11 @@ from semisparse.compress import (
     compress_decoder_layers,
     fingerprint,
 )
-from semisparse.compress.tune import tune_decoder_layer
+from semisparse.compress.decoder import LayerCall, record_calls
+from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
+from semisparse.compress.trace import HookPoint, SharedInput, find_inputs
+from semisparse.compress.tune import submodules_of, tune_decoder_layer, tune_submodules
+from semisparse.compress.tune.bqpo import Submodule
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
 from semisparse.quant.group import GroupScales, scales_of
@@ -74,6 +79,84 @@ def test_it_helps_on_other_tokens_and_keeps_the_pattern(architecture: str, patte
             assert report.outcome.startswith(prune if stage == "none" else f"{prune}, bqpo ")
         errors.append(hidden_error(model, dense, OTHER_TOKENS))
     assert errors[1] < 0.95 * errors[0]
+
+
+@pytest.mark.parametrize(("architecture", "pattern"), [("llama", "2:4"), ("gpt2", "g4@50%")])
+def test_submodules_one_after_the_other(architecture: str, pattern: str):
+    dense, errors = random_model(architecture, torch.float32), []
+    plain = Recipe(pattern=pattern, prune="wanda", quant="w4" if pattern.startswith("g") else "none")
+    for recipe in (plain, replace(plain, tune="bqpo", tune_units="submodules", tune_epochs=3)):
+        model = copy.deepcopy(dense)
+        for report in tune(model, recipe):
+            weight = weight_of(model.get_submodule(report.name))
+            parse_pattern(pattern).check(weight)
+            assert report.scales is None or is_quantised(weight, report.scales)
+        errors.append(hidden_error(model, dense, OTHER_TOKENS))
+    assert errors[1] < 0.95 * errors[0]
+
+
+def decoder_layer(architecture: str) -> tuple[DecoderLayer, list[LayerCall], list[torch.Tensor]]:
+    """The first decoder layer of a random model, with its calls and hidden states."""
+    model = random_model(architecture, torch.float32)
+    layers = list_decoder_layers(model, RECIPE, {})
+    hidden: list[torch.Tensor] = []
+    calls = record_calls(model, [layer.module for layer in layers], OTHER_TOKENS, hidden.append)
+    return layers[0], calls[0], hidden
+
+
+def test_submodules_of_a_llama_are_its_attention_and_its_mlp():
+    layer, calls, hidden = decoder_layer("llama")
+    names = {name: layer.full_name(name) for name in layer.patterns}
+    attention, mlp = submodules_of(find_inputs(layer.module, names, calls[0], hidden[0]))
+    assert {name.partition(".")[0] for name in attention.linears} == {"self_attn"}
+    assert {name.partition(".")[0] for name in mlp.linears} == {"mlp"}
+    assert len(attention.linears) + len(mlp.linears) == len(names)
+    kwargs = {**calls[0].kwargs, "hidden_states": layer.module.input_layernorm(hidden[0])}
+    expected = hidden[0] + layer.module.self_attn(**kwargs)[0]
+    torch.testing.assert_close(attention.after(layer.module, calls[0], hidden[0]), expected.flatten(0, 1))
+    expected = calls[0](layer.module, hidden[0])
+    torch.testing.assert_close(mlp.after(layer.module, calls[0], hidden[0]), expected.flatten(0, 1))
+
+
+def test_one_submodule_where_no_sum_can_be_read():
+    inputs = [SharedInput(("q", "up"), {}, True), SharedInput(("down",), {}, True)]
+    assert submodules_of(inputs) == [Submodule(("q", "up", "down"), None)]
+    inputs = [SharedInput(("up",), {}, True), SharedInput(("down",), {"down": HookPoint("", "input")}, True)]
+    assert submodules_of(inputs) == [Submodule(("up", "down"), None)]
+
+
+def test_attention_is_trained_before_the_mlp():
+    layer, calls, hidden = decoder_layer("llama")
+    states = list(hidden[0].split(8))
+    names = {name: layer.full_name(name) for name in layer.patterns}
+    parts = submodules_of(find_inputs(layer.module, names, calls[0], states[0]))
+    pruned = copy.deepcopy(layer.module)
+    for name in names:
+        weight = weight_of(pruned.get_submodule(name)).detach()
+        weight *= torch.arange(weight.shape[1]) % 4 > 1
+    tuned_alone, tuned_both = copy.deepcopy(pruned), copy.deepcopy(pruned)
+    steps: list[tuple[int, int]] = []
+    for working, some in ((tuned_alone, parts[:1]), (tuned_both, parts)):
+        steps.clear()
+        result, _ = tune_submodules(
+            working,
+            layer.module,
+            some,
+            {name: None for part in some for name in part.linears},
+            calls * len(states),
+            states,
+            states,
+            rate=0.03,
+            epochs=2,
+            seed=0,
+            progress=lambda *step: steps.append(step),
+        )
+        assert result.after < result.before
+        assert steps == [(done, result.steps) for done in range(result.steps)]
+    for name in names:
+        before, alone, both = (weight_of(m.get_submodule(name)) for m in (pruned, tuned_alone, tuned_both))
+        assert torch.equal(alone, both) is name.startswith("self_attn")
+        assert torch.equal(alone, before) is name.startswith("mlp")
 
 
 def tiny_layer() -> tuple[nn.Module, dict[str, GroupScales], torch.Tensor, torch.Tensor]:
