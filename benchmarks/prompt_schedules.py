@@ -66,8 +66,15 @@ def kernel_of(problem: Problem) -> tuple[ModuleType, Tiles, Schedule]:
 def schedules(problem: Problem) -> list[Schedule]:
     """Return the schedules to time, the chosen one first."""
     _, tiles, chosen = kernel_of(problem)
-    found = [fit(tiles, device_facts(GPU), *c) for c in CANDIDATES if c[3] <= tiles.column_tiles]
-    return list(dict.fromkeys([chosen, *(schedule for schedule in found if schedule is not None)]))
+    facts = device_facts(GPU)
+    fitting = [schedule for c in CANDIDATES if (schedule := fit(tiles, facts, *c)) is not None]
+    resident = [
+        schedule
+        for schedule in fitting  # CTAs that share a part of K wait for one another
+        if schedule.split_k < 2
+        or schedule.ranges(problem.m, tiles, facts.sms) * schedule.cluster <= facts.sms * schedule.ctas_per_sm
+    ]
+    return list(dict.fromkeys([chosen, *resident]))
 
 
 def main() -> None:
