@@ -111,4 +111,6 @@ TABLES |= {
     "blocks-generated": as_generated,
     "every-token-large": partial(every_token, "28672", "8192"),
     "every-token-small": partial(every_token, "4096", "4096"),
+    "every-token-tall": partial(every_token, "11008", "4096"),
+    "every-token-wide": partial(every_token, "4096", "11008"),
 }
