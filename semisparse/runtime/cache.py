@@ -61,6 +61,18 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
     return content
 
 
+def lookup(folder: str, key: bytes) -> bytes | None:
+    """Return a cache entry; None if it is missing, wrong or not trusted. Arguments as in `cached`."""
+    try:
+        return cached(folder, key, _absent)
+    except LookupError:
+        return None
+
+
+def _absent() -> bytes:
+    raise LookupError
+
+
 def distrust(directory: Path) -> str | None:
     """Say why a directory must not be used; None if it may, or does not exist.
 
