@@ -135,7 +135,7 @@ bench-parallel: setup
 # Loss and KL of each pruner on the models and texts of a folder. Rows that the CSV already has are not measured again.
 SHARED ?= ../shared
 table: setup
-	$(BIN)/python benchmarks/pruners.py $(SHARED) results/pruners.csv
+	$(BIN)/python benchmarks/quality.py $(SHARED) results/pruners.csv pruners
 	$(BIN)/python benchmarks/tables.py
 
 check: setup

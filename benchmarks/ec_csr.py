@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from pruners import PLAIN
+from quality import PLAIN
 from rows import read_rows, write_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ class Subject:
             seed=seed,
         )
         return model, report
+
+    @cached_property
+    def dense_nll(self) -> float:
+        """The dense model's loss in float32."""
+        return measure_quality(self.dense, self.chunks).nll
 
     def measure(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Quality:
         """Measure a model's loss, and its KL divergence to the dense model in float32."""

@@ -5,7 +5,8 @@ Usage: python benchmarks/verifying.py OUT.csv [--arch llama2-7b] [--blocks 32] [
 The model has the architecture's decoder layers; all have the random weights of the first. Reading is
 `cat FILES > /dev/null`. The two take turns, because the disk's rate changes within minutes; each row is one pair, and
 the files are dropped from the page cache before each of its commands. With --cached as many pairs follow that leave
-them there. `load` is the system's load average of a minute, before a pair.
+them there. `known` is 0 where the model's shapes, which the first `inspect --verify` records in the user's cache, are
+removed before. `load` is the system's load average of a minute, before a pair.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,14 +29,16 @@ from rows import write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from semisparse.api.inspecting import FOLDER
 from semisparse.bench.roofline import Candidate
 from semisparse.bench.shapes import architecture
 from semisparse.checkpoint import DIGESTS
 from semisparse.integrations.transformers import mark_compressed, sparse_layers
+from semisparse.runtime.cache import cache_directory
 
 COLUMNS = (
-    "model", "blocks", "weights", "cached", "file_gb", "read_seconds", "verify_seconds", "ratio", "read_cpu_seconds",
-    "verify_cpu_seconds", "load",
+    "model", "blocks", "weights", "cached", "known", "file_gb", "read_seconds", "verify_seconds", "ratio",
+    "read_cpu_seconds", "verify_cpu_seconds", "load",
 )  # fmt: skip
 PAIRS = 3
 FIRST = "model.layers.0."
@@ -108,12 +112,21 @@ def main() -> None:
             files = write_directory(Path(folder), options.arch, options.blocks, weights)
             size = sum(file.stat().st_size for file in files) / 1e9
             verify = [sys.executable, "-m", "semisparse.cli", "inspect", folder, "--verify"]
-            for cached in (False,) * options.pairs + (True,) * options.pairs * options.cached:
+            for cached, known in [(0, 0), (0, 1)] * options.pairs + [(1, 1)] * options.pairs * options.cached:
+                if not known:
+                    shutil.rmtree(cache_directory() / FOLDER, ignore_errors=True)
                 load = os.getloadavg()[0]
-                read, read_cpu = seconds_of(["cat", *map(str, files)], files, cached)
-                verified, verify_cpu = seconds_of(verify, files, cached)
+                read, read_cpu = seconds_of(["cat", *map(str, files)], files, bool(cached))
+                verified, verify_cpu = seconds_of(verify, files, bool(cached))
                 measured = (size, read, verified, verified / read, read_cpu, verify_cpu, load)
-                figures = (options.arch, options.blocks, weights, int(cached), *(f"{value:.2f}" for value in measured))
+                figures = (
+                    options.arch,
+                    options.blocks,
+                    weights,
+                    cached,
+                    known,
+                    *(f"{value:.2f}" for value in measured),
+                )
                 rows.append(dict(zip(COLUMNS, figures, strict=True)))
                 print(rows[-1], flush=True)
                 write_rows(options.out, rows, COLUMNS)

@@ -1,20 +1,35 @@
-"""Describing a model directory, and checking its tensors against the model in config.json."""
+"""Describing a model directory, and checking its tensors against the model in config.json.
+
+transformers builds that model. What its layers and tensors are called and their shapes are recorded in the user's cache
+directory, so that later directories of the same model are checked without importing transformers, which takes 2 s.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semisparse.checkpoint.file_layers import FileLayers
+from semisparse.runtime.cache import cached, lookup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from semisparse.checkpoint import ModelDirectory
+
+FOLDER = "model-shapes"
+"""The folder of the cache directory."""
+
+SOURCES = ("api/inspecting.py", "checkpoint/*.py", "integrations/*.py", "nn/*.py")
+"""The code, beside transformers, that the recorded shapes depend on."""
 
 
 def inspect_directory(
@@ -42,16 +57,17 @@ def inspect_directory(
 
 
 def _verified(path: str | Path, progress: Callable[[int, int], None] | None, layers: FileLayers) -> dict[str, Any]:
-    """Check tensors in a thread while transformers is imported, then all shapes: building a model changes torch's
-    default dtype, which the checks of tensors must not see."""
+    """Check tensors in a thread while transformers is imported, if it is needed, then all shapes: building a model
+    changes torch's default dtype, which the checks of tensors must not see."""
     from semisparse.checkpoint import describe, open_directory  # imports torch, not transformers
 
     directory = open_directory(path)  # imports the formats: two threads must not import modules that import each other
     with ThreadPoolExecutor(1) as pool:
         described = pool.submit(describe, directory, True, progress, layers)
         try:
-            importlib.import_module("semisparse.checkpoint.loading")
-            importlib.import_module("semisparse.integrations.names")
+            if lookup(FOLDER, _key(directory)) is None:
+                importlib.import_module("semisparse.checkpoint.loading")
+                importlib.import_module("semisparse.integrations.names")
             description = described.result()
         except BaseException:
             layers.stop()
@@ -66,29 +82,53 @@ def check_shapes(directory: ModelDirectory) -> None:
     Raises:
         CheckpointError: the model cannot be built, a layer or tensor has another shape, or a tensor is missing.
     """
-    from semisparse.checkpoint import meta_model
     from semisparse.errors import CheckpointError
+
+    layers, tensors = json.loads(cached(FOLDER, _key(directory), partial(_shapes, directory)))
+    for name, packed in directory.layers.items():
+        if layers[name] != list(packed.shape):
+            raise CheckpointError(
+                f"layer {name} is stored as N, K = {packed.shape}; the model of config.json has "
+                f"{tuple(layers[name]) if layers[name] else 'no such linear layer'}"
+            )
+    for name, shape in tensors.items():
+        if shape != list(directory.headers[name].shape):
+            raise CheckpointError(
+                f"tensor {name} is {list(directory.headers[name].shape)}, the model of config.json has {shape}"
+            )
+
+
+def _key(directory: ModelDirectory) -> bytes:
+    """Return all that the model's shapes depend on: its config, the stored names, and the code."""
+    root = Path(__file__).parents[1]
+    sources = sha256(b"".join(file.read_bytes() for each in SOURCES for file in sorted(root.glob(each))))
+    config = {key: value for key, value in directory.config.items() if key != "quantization_config"}
+    layers = {name: sorted(packed.tensors) for name, packed in directory.layers.items()}
+    names = [config, layers, sorted(directory.headers), *map(version, ("torch", "transformers")), sources.hexdigest()]
+    return json.dumps(names, sort_keys=True).encode()
+
+
+def _shapes(directory: ModelDirectory) -> bytes:
+    """Return the shapes in the model, as JSON: those of packed layers (None for no linear layer) and of tensors, by
+    their names on disk.
+
+    Raises:
+        CheckpointError: the model cannot be built, or one of its tensors is missing.
+    """
+    from semisparse.checkpoint import meta_model
     from semisparse.integrations.names import model_keys, model_layers
     from semisparse.nn import is_linear, prepare_experts, weight_of
 
     model = meta_model(directory)
     names = model_layers(model, directory.layers)
     prepare_experts(model, names.values())
-    linears = {name: tuple(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
-    for name, packed in directory.layers.items():
-        if linears.get(names[name]) != packed.shape:
-            raise CheckpointError(
-                f"layer {name} is stored as N, K = {packed.shape}; the model of config.json has "
-                f"{linears.get(names[name], 'no such linear layer')}"
-            )
-    parameters = dict(model.named_parameters())
-    for stored, name in model_keys(model, directory.headers).items():
-        header, parameter = directory.headers[stored], parameters.get(name)
-        if parameter is not None and header.shape != tuple(parameter.shape):
-            raise CheckpointError(
-                f"tensor {stored} is {list(header.shape)}, the model of config.json has {list(parameter.shape)}"
-            )
+    linears = {name: list(weight_of(module).shape) for name, module in model.named_modules() if is_linear(module)}
+    parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors = {
+        key: parameters[name] for key, name in model_keys(model, directory.headers).items() if name in parameters
+    }
     _refuse_missing(model, directory, set(names.values()))
+    return json.dumps([{name: linears.get(names[name]) for name in directory.layers}, tensors]).encode()
 
 
 def _refuse_missing(model: PreTrainedModel, directory: ModelDirectory, packed: Set[str]) -> None:

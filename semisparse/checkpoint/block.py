@@ -42,7 +42,7 @@ def read_entry(name: str, entry: Any) -> Packed:
 
 
 def _refuse_gpu_layout(declared: Packed) -> None:
-    """Refuse the layouts of GPUs: layers are built in the layout on disk, so their tensors would have other names.
+    """Refuse a layout for GPUs: layers are built in the layout on disk, whose tensors have other names.
 
     Raises:
         CheckpointError: the params declare another layout than the one on disk.

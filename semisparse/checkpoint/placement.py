@@ -1,4 +1,4 @@
-"""Where the packed weights of a model that transformers is loading go, before they are checked and arranged."""
+"""The device on which transformers' `from_pretrained` puts packed weights, before they are checked and arranged."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from semisparse.engine.attention import Heads
 from semisparse.engine.structure import Structure, rotary_table
-from semisparse.runtime.cache import cached
+from semisparse.runtime.cache import cached, lookup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,18 +116,15 @@ def recorded(path: Path, device: torch.device, dtype: torch.dtype | None) -> Blu
         dtype: dtype that the engine was asked for.
     """
     try:
-        return Blueprint.from_json(cached(FOLDER, _key(path, device, dtype), _absent))
-    except (LookupError, OSError):
+        content = lookup(FOLDER, _key(path, device, dtype))
+    except OSError:
         return None
+    return None if content is None else Blueprint.from_json(content)
 
 
 def record(path: Path, dtype: torch.dtype | None, blueprint: Blueprint, device: torch.device) -> None:
     """Store the blueprint of a decoder whose logits were compared with those of transformers' own code."""
     cached(FOLDER, _key(path, device, dtype), blueprint.to_json)
-
-
-def _absent() -> bytes:
-    raise LookupError
 
 
 def _key(path: Path, device: torch.device, dtype: torch.dtype | None) -> bytes:

@@ -84,7 +84,7 @@ class SemisparseConfig(QuantizationConfigMixin):
             if DIGESTS in entries[name]:
                 module = names[name]
                 prefix, stored = (f"{module}.", state) if state else ("", model.get_submodule(module).state_dict())
-                # Of a distributed model only the first rank, which writes the config, has every expert.
+                # Ranks but the first, which writes the config, lack some experts: their tensors are left out.
                 here = [tensor for tensor in packed.tensors if prefix + tensor in stored]
                 tensors |= {(name, tensor): stored[prefix + tensor] for tensor in here}
                 entries[name][DIGESTS] = {}

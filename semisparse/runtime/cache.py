@@ -12,6 +12,7 @@ import sys
 import uuid
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -46,7 +47,7 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
     path = cache_directory() / folder / name.hexdigest()
     reason = distrust(cache_directory()) or distrust(path.parent)
     if reason:
-        warnings.warn(f"{reason}: the cache is not used; set SEMISPARSE_CACHE to a directory of yours", stacklevel=2)
+        _warn_once(f"{reason}: the cache is not used; set SEMISPARSE_CACHE to a directory of yours")
         return build()
     content = _read(path, name.digest())
     if content is None:
@@ -54,11 +55,27 @@ def cached(folder: str, key: bytes, build: Callable[[], bytes]) -> bytes:
         try:
             write_atomically(path, _checksum(name.digest(), content) + content)
         except OSError as error:
-            warnings.warn(
-                f"cannot write the cache entry {path}: {error}; set SEMISPARSE_CACHE to a writable directory",
-                stacklevel=2,
-            )
+            reason = f"cannot write the cache in {cache_directory()}: {error.strerror or error}"
+            _warn_once(f"{reason}; set SEMISPARSE_CACHE to a writable directory")
     return content
+
+
+def lookup(folder: str, key: bytes) -> bytes | None:
+    """Return a cache entry; None if it is missing, wrong or not trusted. Arguments as in `cached`."""
+    try:
+        return cached(folder, key, _absent)
+    except LookupError:
+        return None
+
+
+def _absent() -> bytes:
+    raise LookupError
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Warn, once per process: a command asks for several entries."""
+    warnings.warn(message, stacklevel=3)
 
 
 def distrust(directory: Path) -> str | None:

@@ -1,7 +1,10 @@
 """Hostile directories: none of their code runs, no index is followed out of them, and shapes must be the model's."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -115,6 +118,33 @@ def test_verify_compares_with_the_model_of_config_json(directory: Path, key: str
     change_config(directory, **{key: int(config[key] * factor)})
     with pytest.raises(CheckpointError, match=r"the model of config\.json has"):
         inspect_directory(directory, verify=True)
+
+
+VERIFY = """
+import sys
+from semisparse.api import inspect_directory
+assert inspect_directory(sys.argv[1], verify=True)["verified"]
+print("transformers" in sys.modules)
+"""
+
+
+def test_verify_imports_no_transformers_for_a_model_that_it_knows(directory: Path, tmp_path: Path):
+    """Shapes are recorded by config.json: a changed one is compared with the model that transformers builds."""
+
+    def verify() -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"SEMISPARSE_CACHE": str(tmp_path / "cache")}
+        words = [sys.executable, "-c", VERIFY, str(directory)]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+
+    assert [verify().stdout.strip() for _ in range(2)] == ["True", "False"]
+    weights = load_file(directory / "model.safetensors")
+    norm = next(key for key in weights if "norm" in key)
+    save_file(weights | {norm: weights[norm][:-1].clone()}, directory / "model.safetensors", {"format": "pt"})
+    assert "the model of config.json has" in verify().stderr
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    assert verify().stdout.strip() == "False"
+    change_config(directory, hidden_size=json.loads((directory / "config.json").read_text())["hidden_size"] * 2)
+    assert "the model of config.json has" in verify().stderr
 
 
 def test_inspect_unpacks_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch):

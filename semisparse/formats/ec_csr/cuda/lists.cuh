@@ -1,6 +1,6 @@
-// The list of a lane in a row panel: its loads, and the positions of a load's entries. Layout: `Row panels` in README.md.
+// A lane's list of entries in a row panel, which it reads load by load. Layout: `Row panels` in README.md.
 //
-// Compiled for SCALAR (any type of the weight's size) and DELTA_BITS (4 or 8).
+// Macros: SCALAR, a type of the same size as the weight's dtype, and DELTA_BITS, 4 or 8.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "types.cuh"
 #include "warp.cuh"
 
-constexpr int kSegments = 16;                     // of a panel
+constexpr int kSegments = 16;                     // per row panel
 constexpr int kRowMultiple = 2;                   // a row's entries in a list are a multiple of this
 constexpr int kVector = 16 / sizeof(SCALAR);      // entries per load
 constexpr int kDeltaBytes = kVector * DELTA_BITS / 8;
@@ -17,11 +17,12 @@ struct Deltas {
     Word words[kDeltaBytes > 4 ? 2 : 1];
 };
 
+// `kVector` entries: 16 bytes of values, and their deltas.
 struct Load {
     uint4 values;
     Deltas deltas;
 
-    // The word that holds an entry's value.
+    // Returns the 32-bit word that holds an entry's value.
     __device__ __forceinline__ Word word(int entry) const {
         const Word words[4] = {values.x, values.y, values.z, values.w};
         return words[entry * sizeof(SCALAR) / 4];
@@ -56,8 +57,8 @@ struct List {
     }
 };
 
-// The positions of a load's entries, multiplied by `unit` (at most 255), the caller's distance between two positions. Ends of
-// rows are left to the caller.
+// The positions of a load's entries, in units of the caller: a position counts `unit` (at most 255), for instance the bytes per
+// value of x. The caller finds the ends of rows.
 template <int unit>
 struct Positions {
     Word at_even, at_odd;  // of 4-bit deltas: bytes with the prefix sums of entries 0, 2, 4, 6 and 1, 3, 5, 7
@@ -73,8 +74,8 @@ struct Positions {
 #endif
     }
 
-    // Returns `start` plus the deltas of the entries up to `entry`; 8-bit deltas only from the last multiple of four entries
-    // on.
+    // Returns `start` plus the deltas of entries 0 to `entry`. With 8-bit deltas the sum begins at entry - entry % 4, so there
+    // `start` is what this returned for the entry before (`restarts_after`).
     __device__ __forceinline__ int after(int start, int entry) const {
 #if DELTA_BITS == 4
         return __dp4a(entry % 2 ? at_odd : at_even, (Word)unit << 8 * (entry / 2), (Word)start);
@@ -89,7 +90,7 @@ struct Positions {
         return after(start, kVector - 1);
     }
 
-    // Whether `after` of later entries starts from this one's result.
+    // Returns whether this entry's result is the `start` of the entries after it.
     static __device__ __forceinline__ constexpr bool restarts_after(int entry) {
         return entry == kVector - 1 || (DELTA_BITS == 8 && entry % 4 == 3);
     }

@@ -20,7 +20,8 @@ struct Weight {
     const void* values;       // [rows, slots], of `type`
     const uint8_t* metadata;  // [rows, slots / 4]
     const float* fp8_values;  // [256]: the float8_e4m3fn value of each byte
-    int64_t rows, slots, window;  // slots per row; columns per group, which has window - 2 slots
+    int64_t rows, slots;      // slots per row
+    int64_t window;           // columns per group, which has window - 2 slots
     int64_t type;             // 0 float32, 1 float16, 2 bfloat16, 3 int8, 4 fp8
 };
 

@@ -19,7 +19,7 @@ from semisparse.runtime.nvrtc import Defines
 
 
 def common_defines(dtype: torch.dtype, shortest: VectorNM) -> tuple[Defines, ...]:
-    """Return the macros of each tile, without and with packing of columns, and those of the shortest vectors."""
+    """Return the macros of each tile, with columns of x packed (4:32) and not (16:32), and those of ``shortest``."""
     half, eighth, tiles = VectorNM(16, 32, 32), VectorNM(4, 32, 32), TILES[dtype.itemsize]
     wanted = [(pattern, tile, pattern is eighth) for tile in tiles for pattern in (half, eighth)]
     wanted.append((shortest, tiles[1], False))

@@ -16,7 +16,7 @@ struct PipelineState {
 
 // The mbarriers of a pipeline's stages: `full` when the data has arrived, `empty` when all consumers have read it.
 struct Pipeline {
-    Word mbarriers;
+    Word mbarriers;  // shared-memory address of the first one
     __device__ __forceinline__ Word full(int stage) const { return mbarriers + stage * 16; }
     __device__ __forceinline__ Word empty(int stage) const { return mbarriers + stage * 16 + 8; }
 };
