@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from semisparse.compress import calibration, propagate
-from semisparse.compress.prune import RunningSums, statistics
+from semisparse.compress.prune import RunningSums, layer, refine, statistics
 from semisparse.compress.three_pass import outer_sum
 from semisparse.nn import SparseLinear, weight_of
 
@@ -56,6 +56,8 @@ def three_products(device: str) -> Iterator[None]:
         if device == "cpu":
             stack.enter_context(EmulatedLinear())
             stack.enter_context(patch.object(RunningSums, "_accumulate", accumulate))
+            for module in (layer, refine, statistics):
+                stack.enter_context(patch.object(module, "multiplier", lambda matrix: lambda x: outer_sum(x.T, matrix)))
         yield
 
 
@@ -67,7 +69,10 @@ def float32(device: str, batch_share: int = 1) -> Iterator[None]:
         patch.object(propagate, "ThreePassLinear", contextlib.nullcontext),
         patch.object(statistics, "outer_sum", lambda left, right: left.T @ right),
         patch.dict(calibration.BATCH_TOKENS, {device: tokens}),
+        contextlib.ExitStack() as stack,
     ):
+        for module in (layer, refine, statistics):
+            stack.enter_context(patch.object(module, "multiplier", lambda matrix: lambda x: x @ matrix))
         yield
 
 
@@ -75,9 +80,9 @@ def float32(device: str, batch_share: int = 1) -> Iterator[None]:
 def unpacked(model: PreTrainedModel, subject: Subject) -> PreTrainedModel:
     """Return a dense model with a compressed model's weights: in float32 these have no fast kernel."""
     dense = copy.deepcopy(subject.dense)
-    for name, layer in model.named_modules():
-        if isinstance(layer, SparseLinear):
-            weight_of(dense.get_submodule(name)).copy_(layer.weight)
+    for name, module in model.named_modules():
+        if isinstance(module, SparseLinear):
+            weight_of(dense.get_submodule(name)).copy_(module.weight)
     return dense
 
 
