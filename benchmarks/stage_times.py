@@ -1,7 +1,7 @@
 """Seconds of each part of compressing a decoder layer: functions of `semisparse.compress` are replaced by timed ones.
 
-A part's time is that of its functions without the parts that they call. The GPU is synchronised before and after each,
-so that the whole takes a little longer than it does untimed.
+A part's time is that of its functions without the parts that they call. The main thread's stream is synchronised before
+and after each, so that the whole takes a little longer than it does untimed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ PARTS = (
     (pipeline, "propagate", "last forwards"),
     (SeveralRanks, "_root", "exchange of sums"),
     (Exchange, "broadcast", "broadcasts, waiting included"),
+    (Exchange, "receive", "receiving, waiting included"),
     (pipeline, "_prune", "pruning, the rest"),
     (RunningSums, "statistics", "targets"),
     (layer, "_normalise", "normalising"),
     (layer, "factorise", "factors"),
-    (layer, "order_by_loss", "order"),
+    (layer, "_moved_goal", "goal"),
+    (layer, "losses", "order"),
     (layer, "prune_columns", "columns"),
     (layer, "conjugate_gradient", "conjugate gradients"),
     (layer, "_relative_error", "errors"),
-    (PackedLayers, "save", "packing"),
+    (PackedLayers, "save", "waiting for packing"),
+    (PackedLayers, "_pack_all", "packing, in a thread on GPUs"),
     (PackedLayers, "_finish", "writing, in a thread"),
 )
 """The owner and the name of a function, and the part that it belongs to."""
@@ -59,7 +62,7 @@ class StageTimes:
         def call(*args: Any, **kwargs: Any) -> Any:
             waits = threading.current_thread() is threading.main_thread() and torch.cuda.is_available()
             if waits:
-                torch.cuda.synchronize()
+                torch.cuda.current_stream().synchronize()
             if part == COPY:
                 self._layer += 1
             stack = self._inner.__dict__.setdefault("stack", [0.0])
@@ -69,7 +72,7 @@ class StageTimes:
                 return work(*args, **kwargs)
             finally:
                 if waits:
-                    torch.cuda.synchronize()
+                    torch.cuda.current_stream().synchronize()
                 spent = time.perf_counter() - started
                 self.seconds[self._layer, part] += spent - stack.pop()
                 stack[-1] += spent

@@ -34,7 +34,7 @@ EXACT = "exact"
 class PackedLayers(AbstractContextManager["PackedLayers"]):
     """A `LayerStore` that replaces dense layers of the model by packed ones.
 
-    One thread writes a decoder layer to the journal while the next one is compressed.
+    One thread writes a decoder layer to the journal while the next one is compressed, and on a GPU packs it.
 
     Args:
         model: whose layers are replaced.
@@ -67,6 +67,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         self._journal, self._mapped = journal, mapped
         self._writer, self._writing = ThreadPoolExecutor(1), Future[None]()
         self._writing.set_result(None)
+        self._stream: torch.cuda.Stream | None = None
         self.entries: dict[str, dict[str, Any]] = {}
 
     def __exit__(self, *exception: object) -> None:
@@ -86,8 +87,33 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         return FinishedLayer(weights, [report_from_json(note["report"], {}, "") for note in notes])
 
     def save(self, index: int, layer: DecoderLayer, finished: FinishedLayer) -> None:
-        """Pack decoder layer ``index``; a thread then writes it to the journal and puts it into the model."""
-        packed, exact, notes = {}, {}, []
+        """Pack decoder layer ``index``, write it to the journal and put it into the model.
+
+        Weights on a GPU are packed by the thread that writes, on a stream of its own, while the next decoder layer is
+        compressed. On a CPU two threads would only share the cores.
+        """
+        self._writing.result()
+        on_gpu = [weight for weight in finished.weights.values() if weight.is_cuda]
+        if not on_gpu:
+            self._writing = self._writer.submit(self._finish, index, layer, *self._pack_all(finished))
+            return
+        device = on_gpu[0].device
+        self._stream = self._stream or torch.cuda.Stream(device)  # one: each has memory of its own
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._writing = self._writer.submit(self._pack_beside, self._stream, index, layer, finished)
+
+    @torch.no_grad()
+    def _pack_beside(self, stream: torch.cuda.Stream, index: int, layer: DecoderLayer, finished: FinishedLayer) -> None:
+        """Pack and write a decoder layer on a stream."""
+        with torch.cuda.stream(stream):
+            try:
+                self._finish(index, layer, *self._pack_all(finished))
+            finally:
+                stream.synchronize()  # then the weights' memory may be used again
+
+    def _pack_all(self, finished: FinishedLayer) -> tuple[dict[str, Packed], dict[str, Tensor], list[dict[str, Any]]]:
+        """Return the packed layers of a decoder layer, the weights they do not store exactly, and notes on each."""
+        packed, exact, notes = dict[str, Packed](), dict[str, Tensor](), list[dict[str, Any]]()
         for (name, weight), report in zip(finished.weights.items(), finished.reports, strict=True):
             one, outcome = self._pack(report, weight)
             # int8 and fp8 are rounded by packing. Later layers are compressed for the weight before that rounding.
@@ -97,8 +123,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
             measured = {"density": report.density, "error": report.error, "outcome": outcome}
             entry = one.spec.to_dict() | measured
             notes.append({"name": name, "entry": entry, "report": report_to_json(replace(report, scales=None), {}, "")})
-        self._writing.result()
-        self._writing = self._writer.submit(self._finish, index, layer, packed, exact, notes)
+        return packed, exact, notes
 
     def _pack(self, report: LayerReport, weight: Tensor) -> tuple[Packed, str]:
         """Return a layer in the layout on disk, and what was done to it."""

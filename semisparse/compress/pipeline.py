@@ -28,7 +28,16 @@ from semisparse.compress.propagate import (
     list_decoder_layers,
     propagate,
 )
-from semisparse.compress.prune import PrunedLayer, Statistics, magnitude, prune_layer, require_finite
+from semisparse.compress.prune import (
+    PrunedLayer,
+    Rows,
+    Statistics,
+    can_share_rows,
+    magnitude,
+    piece_lengths,
+    prune_layer,
+    require_finite,
+)
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.routed import CalibratedLinear
@@ -270,13 +279,24 @@ def _prune_layer(
 
     The caller writes each new weight into ``working`` before it takes the next.
     """
+    prune, ranks = partial(_prune, layer, recipe, choices), activations.ranks
     for alike in linears_with_statistics(layer, dense, working, activations, index):
+        alone = alike[0].name if len(alike) == 1 else None
+        if alone and can_share_rows(alike[0].weight, layer.patterns[alone], recipe) and not choices:
+            yield prune(alike[0], ranks)  # one process alone takes the same pieces, and ends in the same bytes
+            continue
         costs = [linear.weight.numel() for linear in alike]
-        yield from activations.ranks.each(alike, costs, partial(_prune, layer, recipe, choices))
+        yield from ranks.each(alike, costs, prune)
 
 
-def _prune(layer: DecoderLayer, recipe: Recipe, choices: Mapping[str, Choice], linear: CalibratedLinear) -> Compressed:
-    """Prune a linear layer."""
+def _prune(
+    layer: DecoderLayer,
+    recipe: Recipe,
+    choices: Mapping[str, Choice],
+    linear: CalibratedLinear,
+    sharing: Ranks | None = None,
+) -> Compressed:
+    """Prune a linear layer; with ``sharing`` each of these processes prunes some of its rows."""
     started = time.perf_counter()
     pattern, full_name = layer.patterns[linear.name], layer.full_name(linear.name)
     choice = choices.get(full_name)
@@ -288,11 +308,27 @@ def _prune(layer: DecoderLayer, recipe: Recipe, choices: Mapping[str, Choice], l
             own = recipe if choice is None else choice.recipe(recipe)
             statistics = linear.statistics()
             _warn_of_zero_inputs(full_name, statistics)
-            pruned = prune_layer(original, pattern, statistics, own)
+            if sharing:
+                pruned = _prune_rows(original, pattern, statistics, own, sharing)
+            else:
+                pruned = prune_layer(original, pattern, statistics, own)
     weight = _rounded(pruned.weight, layer, linear.name)
     density, seconds = _density(weight), time.perf_counter() - started
     report = LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
     return linear.name, weight, report
+
+
+def _prune_rows(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe, ranks: Ranks) -> PrunedLayer:
+    """Prune a weight [N, K] with the other processes, this one its share of the rows; return the whole."""
+    require_finite(weight)
+    lengths = piece_lengths(len(weight))
+    own = ranks.own(len(lengths))
+    some = slice(sum(lengths[: own.start]), sum(lengths[: own.stop]))
+    cross = None if statistics.cross is None else statistics.cross[some]
+    rows = Rows([lengths[piece] for piece in own], ranks.join)
+    pruned = prune_layer(weight[some], pattern, replace(statistics, cross=cross), recipe, rows)
+    pieces = ranks.join(list(pruned.weight.split(list(rows.lengths or ()))))
+    return replace(pruned, weight=torch.cat(pieces))
 
 
 def _warn_of_zero_inputs(name: str, statistics: Statistics) -> None:

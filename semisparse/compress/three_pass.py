@@ -49,6 +49,17 @@ def outer_sum(left: Tensor, right: Tensor) -> Tensor:
     return _sum(_high_high_low(left, 0).T, _low_high_high(right, 0))
 
 
+def multiplier(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function of x [M, K] that returns ``x @ matrix``, for float32 on a GPU as three products.
+
+    The matrix, [K, N], is split once.
+    """
+    if not (matrix.is_cuda and matrix.dtype == torch.float32):
+        return lambda x: x @ matrix
+    right = _low_high_high(matrix, 0)
+    return lambda x: _sum(_high_high_low(x, 1), right)
+
+
 def _high_high_low(x: Tensor, dim: int) -> Tensor:
     """Return the halves high, high and low concatenated along the summed dimension: the left operand of `_sum`."""
     high, low = _halves(x)

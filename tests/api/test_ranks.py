@@ -11,7 +11,7 @@ from torch import distributed
 
 import semisparse
 from semisparse.api import compression
-from semisparse.compress import calibration, journal
+from semisparse.compress import calibration, journal, pipeline
 from semisparse.compress.search import joint
 from semisparse.errors import InputError
 from tests.architectures import tiny_model
@@ -38,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "settings": ("search_effort=16", "search_tokens=300", "prune=magnitude", "tune_epochs=1"),
     },
     "experts": {"recipe": "rheosparse", "settings": ("search=none", "pattern=2:4")},
+    "rows": {"recipe": "rheosparse", "settings": ("search=none", "pattern=32:64")},
 }
 WITHOUT_TEXT = ("kept", "magnitude")
 SLOW = ["tuned end to end", "profile", "rheosparse", "evolution", "joint", "joint, tuned"]
@@ -55,6 +56,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compress(sources: Path, way: str, out: Path, batch_tokens: int = 64, **more: Any) -> semisparse.CompressionReport:
     calibration.BATCH_TOKENS["cpu"] = batch_tokens
+    can_share_rows = pipeline.can_share_rows
+    if way == "rows":  # without a GPU, too
+        pipeline.can_share_rows = lambda weight, pattern, recipe: True
     hopeless, joint.HOPELESS = joint.HOPELESS, 1e9 if way == "joint, tuned" else joint.HOPELESS
     try:
         return semisparse.compress(
@@ -65,6 +69,7 @@ def compress(sources: Path, way: str, out: Path, batch_tokens: int = 64, **more:
         )
     finally:
         calibration.BATCH_TOKENS["cpu"], joint.HOPELESS = 4096, hopeless
+        pipeline.can_share_rows = can_share_rows
 
 
 def join(rank: int, ranks: int, folder: Path) -> None:
@@ -99,9 +104,10 @@ def one_thread():
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [
-        (2, ["magnitude", "sparsegpt", "experts"]),
+        (2, ["magnitude", "sparsegpt", "experts", "rows"]),
         pytest.param(2, ["kept", "int8", "tuned"], marks=pytest.mark.slow),
-        pytest.param(3, ["sparsegpt", "experts"], marks=pytest.mark.slow),
+        pytest.param(3, ["sparsegpt", "experts", "rows"], marks=pytest.mark.slow),
+        pytest.param(5, ["rows"], marks=pytest.mark.slow),
         pytest.param(2, SLOW, marks=pytest.mark.slow),
     ],
 )

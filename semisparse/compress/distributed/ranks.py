@@ -65,6 +65,14 @@ class Ranks:
         """Return the values of all ranks, in order; they hold no tensors."""
         return [value]
 
+    def own(self, length: int) -> range:
+        """Return which of ``length`` items this rank has: neighbours, in the order of ranks."""
+        return _piece(self.rank, self.count, length)
+
+    def join(self, own: list[T]) -> list[T]:
+        """Return the items of all ranks, in order, given this rank's."""
+        return own
+
     def share(self, batches: Sequence[T]) -> tuple[list[T], Parts]:
         """Return this rank's batches and, by part of the sums, the indices of the part's batches in that list."""
         own = self._parts_of(self.rank)
@@ -123,6 +131,9 @@ class SeveralRanks(Ranks):
 
     def gather(self, value: T) -> list[T]:
         return self._exchange.gather(value)
+
+    def join(self, own: list[T]) -> list[T]:
+        return [item for rank in range(self.count) for item in self._exchange.broadcast(own, rank)]
 
     def _root(self, own: list[_Node], add: Callable[[Any, Any], Any]) -> _Node:
         held = {node.start: node for node in own}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from semisparse.compress.prune.magnitude import magnitude
 from semisparse.compress.prune.quantise import ColumnQuantiser, round_by_descent, scales_for
 from semisparse.compress.prune.refine import conjugate_gradient
+from semisparse.compress.prune.rows import WHOLE, Rows
 from semisparse.compress.prune.sparsegpt import (
     EQUATION_4,
     PUBLISHED,
@@ -20,6 +22,8 @@ from semisparse.compress.prune.sparsegpt import (
     InverseFactor,
     MaskRule,
     factorise,
+    has_pruning_kernel,
+    losses,
     order_by_loss,
     prune_columns,
     quantise_columns,
@@ -28,6 +32,7 @@ from semisparse.compress.prune.statistics import Statistics
 from semisparse.compress.prune.swaps import swap_weights
 from semisparse.compress.prune.wanda import wanda
 from semisparse.compress.recipe import Recipe
+from semisparse.compress.three_pass import multiplier
 from semisparse.errors import InputError
 from semisparse.patterns import NM, Group, Pattern
 from semisparse.quant.group import GroupScales
@@ -50,7 +55,9 @@ class PrunedLayer:
     scales: GroupScales | None = None
 
 
-def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> PrunedLayer:
+def prune_layer(
+    weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe, rows: Rows = WHOLE
+) -> PrunedLayer:
     """Prune a linear layer's weight to a pattern.
 
     Args:
@@ -58,11 +65,23 @@ def prune_layer(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe
         pattern: that the result obeys.
         statistics: of the linear layer's calibration inputs.
         recipe: `prune`, which is not ``none``, and the settings for it.
+        rows: of which the weight consists, like the statistics' ``cross`` and the result; the error is that of all
+            rows. Where it is not the whole weight, `can_share_rows` must hold.
 
     Raises:
         InputError: the weight or the statistics hold NaN or infinity.
     """
-    return next(prune_levels(weight, [pattern], statistics, recipe))
+    return next(_prune_ways(weight, [(pattern, recipe)], statistics, rows))
+
+
+def can_share_rows(weight: Tensor, pattern: Pattern, recipe: Recipe) -> bool:
+    """Return whether several processes may prune rows of a weight, and one process all of them in as many pieces.
+
+    They may where a kernel prunes the columns of all rows of a process at once: pieces one after another would take a
+    single process longer.
+    """
+    by_hessian = recipe.prune.startswith("sparsegpt") and recipe.refine != "swaps" and not recipe.code_bits
+    return by_hessian and not _rule(recipe).literal and has_pruning_kernel(pattern, weight)
 
 
 def prune_levels(
@@ -101,7 +120,7 @@ def prune_kinds(
 
 
 def _prune_ways(
-    weight: Tensor, ways: Sequence[tuple[Pattern, Recipe]], statistics: Statistics
+    weight: Tensor, ways: Sequence[tuple[Pattern, Recipe]], statistics: Statistics, rows: Rows = WHOLE
 ) -> Iterator[PrunedLayer]:
     """Prune and quantise a weight in several ways, each a pattern and a recipe; the recipes differ in `quant` only.
 
@@ -114,13 +133,14 @@ def _prune_ways(
         require_finite(weight)
         if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
             raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
-        problem = _normalise(weight, first, statistics, recipe) if recipe.prune.startswith("sparsegpt") else None
+        by_hessian = recipe.prune.startswith("sparsegpt")
+        problem = _normalise(weight, first, statistics, recipe, rows) if by_hessian else None
     for pattern, alike in groupby(ways, key=lambda way: way[0]):
         recipes = [recipe for _, recipe in alike]
         with torch._C.DisableTorchFunction():
             found: list[tuple[Tensor, GroupScales | None]]
             if problem is not None:
-                found, outcome = _sparsegpt(problem, pattern, recipes, dtype), problem.factor.outcome
+                found, outcome = _sparsegpt(problem, pattern, recipes, dtype, rows), problem.factor.outcome
             elif recipe.prune == "magnitude":
                 found, outcome = [(magnitude(weight, pattern), None)] * len(recipes), "magnitude"
             else:
@@ -132,7 +152,7 @@ def _prune_ways(
                 if each.code_bits:
                     scales = scales or scales_for(pruned, pattern, each.code_bits, dtype)
                     pruned = scales.rounded(pruned).float()
-                error = _relative_error(pruned, weight, statistics.hessian)
+                error = _relative_error(pruned, weight, statistics.hessian, rows)
                 layers.append(PrunedLayer(pruned, outcome, error, scales))
         yield from layers
 
@@ -168,7 +188,7 @@ class _Problem(NamedTuple):
     scale: Tensor
 
 
-def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe) -> _Problem | None:
+def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe, rows: Rows) -> _Problem | None:
     """Set up the problem that SparseGPT solves; None if the Hessian is singular."""
     published = recipe.prune == "sparsegpt-published"
     power = statistics.hessian.diagonal()
@@ -182,11 +202,11 @@ def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
     if factor is None:
         return None
     if statistics.cross is not None:
-        missing = statistics.cross / scale - goal @ hessian
-        goal = goal + missing @ factor.upper.T @ factor.upper
+        goal = rows.joined(partial(_moved_goal, hessian, factor.upper), goal, statistics.cross / scale)
     order = torch.arange(len(scale), device=scale.device)
     if not published:
-        order = order_by_loss(goal, factor, pattern, windows=recipe.order == "windows")
+        loss = rows.total(partial(losses, factor=factor, pattern=pattern), goal)
+        order = order_by_loss(loss, pattern, windows=recipe.order == "windows")
     if (order.diff() != 1).any():
         hessian, goal = hessian[order][:, order], goal[:, order]
         factor = factorise(hessian, recipe.damping)
@@ -196,14 +216,22 @@ def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
     return _Problem(goal, hessian, factor, order, scale)
 
 
-def _masked(problem: _Problem, pattern: Pattern, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def _moved_goal(hessian: Tensor, upper: Tensor, weight: Tensor, cross: Tensor) -> Tensor:
+    """Return the best weight if none is pruned, [N, K]: ``cross @ H^-1``, computed as a change of the weight."""
+    missing = cross - multiplier(hessian)(weight)
+    return weight + multiplier(upper)(multiplier(upper.T)(missing))
+
+
+def _masked(problem: _Problem, pattern: Pattern, recipe: Recipe, rows: Rows) -> tuple[Tensor, Tensor]:
     """Prune without quantising; return the weight and the mask, columns in pruning order."""
     goal, upper = problem.goal, problem.factor.upper
     if isinstance(pattern, Group) and pattern.percent == 0:
         return goal, torch.ones_like(goal, dtype=torch.bool)
-    pruned, kept = prune_columns(goal, upper, pattern, None, _rule(recipe))
+    if rows.lengths == []:
+        return goal, goal.bool()
+    pruned, kept = prune_columns(goal, upper, pattern, None, _rule(recipe), rows.lengths)
     if _refines(recipe):
-        pruned = conjugate_gradient(pruned, kept, problem.hessian, goal)
+        pruned = rows.joined(lambda *of: conjugate_gradient(of[0], of[1], problem.hessian, of[2]), pruned, kept, goal)
     if recipe.refine == "swaps":
         assert isinstance(pattern, NM), f"refine=swaps with {pattern}: the recipe was not checked"
         pruned, kept = swap_weights(pruned, kept, problem.hessian, goal, problem.order, pattern.window)
@@ -218,7 +246,7 @@ def _rule(recipe: Recipe) -> MaskRule:
 
 
 def _sparsegpt(
-    problem: _Problem, pattern: Pattern, recipes: Sequence[Recipe], dtype: torch.dtype
+    problem: _Problem, pattern: Pattern, recipes: Sequence[Recipe], dtype: torch.dtype, rows: Rows = WHOLE
 ) -> list[tuple[Tensor, GroupScales | None]]:
     """Prune, and quantise as each recipe says.
 
@@ -234,7 +262,7 @@ def _sparsegpt(
     together = bits and isinstance(pattern, Group) and pattern.percent and not _refines(first)
     if together and len(recipes) > 1:
         return [result for recipe in recipes for result in _sparsegpt(problem, pattern, [recipe], dtype)]
-    pruned, kept = (problem.goal, problem.goal != 0) if together else _masked(problem, pattern, first)
+    pruned, kept = (problem.goal, problem.goal != 0) if together else _masked(problem, pattern, first, rows)
     coded: Iterator[tuple[Tensor, GroupScales | None]] = iter(())
     if bits and isinstance(pattern, Group):
         coded = iter(_in_groups(problem, pattern, first, pruned, kept, bits, dtype))
@@ -294,8 +322,12 @@ def _by_descent(
     return [(w[:, restore_order] / problem.scale, each) for w, each in zip(weights, scales, strict=True)]
 
 
-def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor) -> float:
-    change = pruned - weight
-    lost = (change @ hessian * change).sum().clamp_min(0)
-    power = (weight @ hessian * weight).sum()
-    return float((lost / power).sqrt().where(power > 0, 0.0))
+def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor, rows: Rows) -> float:
+    through = multiplier(hessian)
+
+    def sums(pruned: Tensor, weight: Tensor) -> Tensor:
+        change = pruned - weight
+        return torch.stack([(through(change) * change).sum(), (through(weight) * weight).sum()])
+
+    lost, power = rows.total(sums, pruned, weight)
+    return float((lost.clamp_min(0) / power).sqrt().where(power > 0, 0.0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from semisparse.compress.three_pass import multiplier
+
 STEPS = 10
 """Conjugate gradient steps. On three models, 5 steps give up to 4 % more KL; 20 and 40 change it by 2 % or less."""
 
@@ -23,11 +25,12 @@ def conjugate_gradient(weight: Tensor, kept: Tensor, hessian: Tensor, goal: Tens
     Returns:
         [N, K] float, zero where not kept.
     """
-    residual = ((goal - weight) @ hessian) * kept
+    through = multiplier(hessian)
+    residual = through(goal - weight) * kept
     direction = residual
     power = residual.square().sum(1, keepdim=True)
     for _ in range(STEPS):
-        image = (direction @ hessian) * kept
+        image = through(direction) * kept
         step = _ratio(power, (direction * image).sum(1, keepdim=True))
         weight = weight + step * direction
         residual = residual - step * image

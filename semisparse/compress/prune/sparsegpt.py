@@ -127,23 +127,32 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
     return upper if upper.isfinite().all() else None
 
 
-def order_by_loss(weight: Tensor, factor: InverseFactor, pattern: Pattern, windows: bool) -> Tensor:
+def losses(weight: Tensor, factor: InverseFactor, pattern: Pattern) -> Tensor:
+    """Return the loss of each column if a weight [N, K] is pruned without compensation, [K] float32, summed over N.
+
+    Args:
+        weight: [N, K] float32.
+        factor: of its Hessian's inverse.
+        pattern: to prune to.
+    """
+    scores = weight.square() / factor.upper.square().sum(0)
+    return scores.masked_fill(pattern.mask(scores), 0).sum(0)
+
+
+def order_by_loss(loss: Tensor, pattern: Pattern, windows: bool) -> Tensor:
     """Return the order in which to prune the columns: those with the largest loss first.
 
     The earlier a column is pruned, the more columns are left to compensate its loss. Windows stay whole, and a short
     last window stays last.
 
     Args:
-        weight: [N, K] float32.
-        factor: of its Hessian's inverse.
+        loss: of each column, [K] float32.
         pattern: that gives the windows. Within a window, columns are ordered if it has `MIN_REORDERED_WINDOW` or more;
             within a group they are not.
         windows: whether the windows are ordered, too.
     Returns:
         [K] int64, column indices.
     """
-    scores = weight.square() / factor.upper.square().sum(0)
-    loss = scores.masked_fill(pattern.mask(scores), 0).sum(0)
     columns = torch.arange(len(loss), device=loss.device)
     if pattern.step >= MIN_REORDERED_WINDOW and not isinstance(pattern, Group):  # a group is pruned as a whole
         columns = loss.argsort(descending=True, stable=True)
@@ -162,6 +171,7 @@ def prune_columns(
     pattern: Pattern,
     quantiser: ColumnQuantiser | None = None,
     rule: MaskRule = REPEATED,
+    pieces: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Prune columns from left to right; the columns after each compensate its loss (SparseGPT, algorithm 1).
 
@@ -171,14 +181,19 @@ def prune_columns(
         pattern: that the result obeys.
         quantiser: of the kept weights; the loss of pruning and of quantising is then compensated together.
         rule: how the mask is chosen.
+        pieces: numbers of rows that each matmul has, for a pattern that prunes every row by itself; None for all rows.
     Returns:
         The pruned weight, [N, K] float32; the mask of kept weights, [N, K] bool.
     """
-    if quantiser is None and not rule.literal and _has_kernel(pattern, weight):
+    if quantiser is None and not rule.literal and has_pruning_kernel(pattern, weight):
         from semisparse.compress.prune.sweep_triton import prune_windows
 
         interval = max(1, pattern.window // rule.updates)
-        return prune_windows(weight, upper, pattern.keep, pattern.window, interval, UPDATE_COLUMNS)
+        return prune_windows(weight, upper, pattern.keep, pattern.window, interval, UPDATE_COLUMNS, pieces)
+    if pieces is not None:
+        pairs = [prune_columns(piece, upper, pattern, quantiser, rule) for piece in weight.split(list(pieces))]
+        pruned, masks = zip(*pairs, strict=True)
+        return torch.cat(pruned), torch.cat(masks)
     kept = torch.zeros_like(weight, dtype=torch.bool)
     mask_columns = _mask_columns(pattern, rule)
     update_columns = -(-UPDATE_COLUMNS // mask_columns) * mask_columns
@@ -206,7 +221,7 @@ def prune_columns(
     return _compensate(weight, upper, update_columns, prune_column), kept
 
 
-def _has_kernel(pattern: Pattern, weight: Tensor) -> TypeGuard[NM]:
+def has_pruning_kernel(pattern: Pattern, weight: Tensor) -> TypeGuard[NM]:
     """Return whether `sweep_triton` can prune a weight to a pattern, not quantised, by a rule that is not literal.
 
     It can on a GPU with Triton, for N:M patterns whose window is a power of two from 2 to `UPDATE_COLUMNS` and divides

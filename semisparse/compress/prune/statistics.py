@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from semisparse.compress.three_pass import outer_sum
+from semisparse.compress.three_pass import multiplier, outer_sum
 from semisparse.errors import InputError
 
 
@@ -81,7 +81,7 @@ class RunningSums:
         means = {key: total / self._tokens for key, total in self._sums.items()}
         if "dense" not in means:
             return Statistics(means["inputs"])
-        return Statistics(means["inputs"], weight @ means["dense"] + means.get(f"gap {name}", 0))
+        return Statistics(means["inputs"], multiplier(means["dense"])(weight) + means.get(f"gap {name}", 0))
 
     def _accumulate(self, key: str, left: Tensor, right: Tensor) -> None:
         """Add ``left^T right`` to a sum."""

@@ -6,6 +6,8 @@ operation here rounds as torch's does, so that the mask is the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -86,7 +88,13 @@ def semisparse_prune_windows(
 
 
 def prune_windows(
-    weight: Tensor, upper: Tensor, keep: int, window: int, interval: int, block: int
+    weight: Tensor,
+    upper: Tensor,
+    keep: int,
+    window: int,
+    interval: int,
+    block: int,
+    pieces: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Prune columns from left to right to ``keep`` of every ``window``, as `sparsegpt.prune_columns` does.
 
@@ -97,6 +105,7 @@ def prune_windows(
         window: columns; a power of two that divides K and ``block``.
         interval: columns after which a window's mask is chosen anew.
         block: columns per lazy update; a power of two.
+        pieces: numbers of rows that each matmul has; None for all rows.
     Returns:
         The pruned weight, [N, K] float32; the mask of kept weights, [N, K] bool.
     """
@@ -104,6 +113,7 @@ def prune_windows(
     rows, columns = weight.shape
     kept = torch.empty((rows, columns), dtype=torch.int8, device=weight.device)
     losses = torch.empty((rows, block), dtype=torch.float32, device=weight.device)
+    parts, lost_parts = ([*matrix.split(list(pieces or [rows]))] for matrix in (weight, losses))
     for start in range(0, columns, block):
         stop = min(start + block, columns)
         with torch.cuda.device_of(weight):  # where Triton launches
@@ -124,5 +134,6 @@ def prune_windows(
                 num_warps=WARPS,
                 enable_fp_fusion=False,  # a product is rounded before it is subtracted, as in torch
             )
-        weight[:, stop:] -= losses[:, : stop - start] @ upper[start:stop, stop:]
+        for part, lost in zip(parts, lost_parts, strict=True):
+            part[:, stop:] -= lost[:, : stop - start] @ upper[start:stop, stop:]
     return weight, kept.bool()

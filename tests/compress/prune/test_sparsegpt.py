@@ -15,6 +15,7 @@ from semisparse.compress.prune.sparsegpt import (
     REPEATED,
     MaskRule,
     factorise,
+    losses,
     order_by_loss,
     prune_columns,
 )
@@ -236,9 +237,11 @@ def test_windows_are_ordered_by_loss():
     hessian = torch.eye(10)
     weight = torch.tensor([[1.0, 1, 9, 9, 3, 3, 9, 9, 7, 7]])
     factor = factorise(hessian, 1e-6)
-    order = order_by_loss(weight, factor, parse_pattern("2:4"), windows=True)
+    pattern = parse_pattern("2:4")
+    loss = losses(weight, factor, pattern)
+    order = order_by_loss(loss, pattern, windows=True)
     assert order.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 8, 9], "a short last window stays last"
-    assert order_by_loss(weight, factor, parse_pattern("2:4"), windows=False).tolist() == list(range(10))
+    assert order_by_loss(loss, pattern, windows=False).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize(("windows", "first"), [(False, (0, 16)), (True, (16, 0))])
@@ -247,9 +250,10 @@ def test_columns_of_wide_windows_are_ordered_by_loss(windows: bool, first: tuple
     short = torch.tensor([2.0, 5, 1, 4])  # two of these four are kept
     weight = torch.cat((lost, torch.full((8,), 50), lost + 10, torch.full((8,), 50), short)).view(1, -1).float()
     factor = factorise(torch.eye(36), 1e-6)
-    order = order_by_loss(weight, factor, parse_pattern("8:16"), windows=windows).tolist()
+    wide = parse_pattern("8:16")
+    order = order_by_loss(losses(weight, factor, wide), wide, windows=windows).tolist()
     worst_first = [5, 7, 6, 4, 0, 3, 1, 2, *range(8, 16)]
     assert order == [start + i for start in first for i in worst_first] + [32, 34, 33, 35]  # worst: 32
-    for pattern in ("4:8", "g16@50%", "50%"):
-        narrow = order_by_loss(weight, factor, parse_pattern(pattern), windows=False)
+    for pattern in map(parse_pattern, ("4:8", "g16@50%", "50%")):
+        narrow = order_by_loss(losses(weight, factor, pattern), pattern, windows=False)
         assert narrow.tolist() == list(range(36)), pattern

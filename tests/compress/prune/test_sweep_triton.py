@@ -29,9 +29,21 @@ def test_it_prunes_as_torch_does(keep: int, window: int, columns: int, block: in
     weight[1] = 0
     weight[2] = weight[2].sign()  # of equal scores the lower column is kept
     monkeypatch.setattr(sparsegpt, "UPDATE_COLUMNS", block)
-    monkeypatch.setattr(sparsegpt, "_has_kernel", lambda pattern, weight: False)
+    monkeypatch.setattr(sparsegpt, "has_pruning_kernel", lambda pattern, weight: False)
     expected, kept = sparsegpt.prune_columns(weight, upper, NM(keep, window))
     found, mask = prune_windows(weight, upper, keep, window, max(1, window // sparsegpt.MASK_UPDATES), block)
     assert torch.equal(mask, kept)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(found != 0, expected != 0)
+
+
+def test_pieces_of_a_weight_are_pruned_alike():
+    """Every process's pieces get the bits that they get in a process that has all."""
+    generator = torch.Generator().manual_seed(0)
+    upper = torch.randn(32, 32, generator=generator).triu().add(8 * torch.eye(32)).to(DEVICE)
+    weight = torch.randn(12, 32, generator=generator).to(DEVICE)
+    alone, mask = prune_windows(weight, upper, 4, 8, 1, 16, [4, 4, 4])
+    for rows, lengths in ((slice(0, 4), [4]), (slice(4, 12), [4, 4])):
+        found, kept = prune_windows(weight[rows], upper, 4, 8, 1, 16, lengths)
+        assert torch.equal(found, alone[rows])
+        assert torch.equal(kept, mask[rows])
