@@ -33,6 +33,9 @@ MAX_SPLIT_K = 8
 MAX_TOKENS_OF_TWO_PRODUCERS = 128
 """Maximum tile_m with two producer warpgroups: with more, too few registers per thread are left at launch."""
 
+MAX_TOKENS_OF_SMALL_TILES = MAX_TOKENS
+"""Maximum M for which `choose` considers tiles of 128 tokens beside those of 256."""
+
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 """Warps per CTA of permute_x.cu, and the (token, column tile) pairs that each warp loads at a time: kUnroll."""
 
@@ -238,8 +241,8 @@ class Rates:
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
 
-    Above 128 tokens, tiles of 128 tokens are compared with those of `tile_m_of`: with 128 each weight is expanded more
-    often, but CTAs exchange fewer partial accumulators.
+    Above 128 tokens, up to `MAX_TOKENS_OF_SMALL_TILES`, tiles of 128 tokens are compared with those of `tile_m_of`:
+    with 128 each weight is expanded more often, but CTAs exchange fewer partial accumulators.
 
     Args:
         m: maximum tokens.
@@ -249,7 +252,7 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """
     largest = tile_m_of(m)
     candidates = []
-    for tile_m in sorted({min(largest, 128), largest}):
+    for tile_m in sorted({min(largest, 128), largest}) if m <= MAX_TOKENS_OF_SMALL_TILES else (largest,):
         candidates += [_fit(weight, gpu, tile_m, shape, 0) for shape in STREAM_K[tile_m]]
         for shape in SPLIT_K[tile_m]:
             candidates += _splits(m, weight, gpu, tile_m, shape)
