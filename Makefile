@@ -64,7 +64,7 @@ sanitizer = $(if $(SANITIZE),PYTORCH_NO_CUDA_MEMORY_CACHING=1 SEMISPARSE_DRAWS=8
 	$(if $(filter racecheck,$(SANITIZE)),SEMISPARSE_RACECHECK=1) compute-sanitizer --tool $(SANITIZE) \
 	--report-api-errors no --error-exitcode 9 $(if $(filter initcheck,$(SANITIZE)),,--kernel-name kernel_substring=semisparse))
 gpu_tests = $(if $(SANITIZE),tests/formats/test_fresh_inputs.py tests/formats/test_fusion.py tests/formats/test_experts.py \
-	tests/engine/test_ops.py tests/compress/prune/test_sweep_triton.py tests/compress/prune/test_rounding_triton.py tests/quant \
+	tests/engine/test_ops.py tests/engine/test_permuted.py tests/compress/prune/test_sweep_triton.py tests/compress/prune/test_rounding_triton.py tests/quant \
 	tests/formats/slide24/test_lift.py::test_the_triton_form_gives_the_same \
 	tests/formats/slide24/test_cusparselt.py::test_the_pass_after_a_gemm,\
 	tests/test_gpu.py tests/test_two_gpus.py tests/api/test_start.py tests/integrations/test_cuda_graphs.py tests/engine tests/formats tests/nn/test_joined_experts.py tests/quant \

@@ -6,7 +6,9 @@
 Needs a GPU. A process per format compares a GPU that has just started with one at its power limit, and a quiet host
 with a busy one. Here each round runs every format once, every other round in reverse order, so all see the same clock.
 The first rounds, half a second, are not counted. ``work`` is, as in blocks.py: ``step``, ``prompt``, ``eager`` and
-``wall``; ``alone`` is ``eager`` with nothing of other formats in between. ``--only-compile`` times nothing.
+``wall``; ``alone`` is ``eager`` with nothing of other formats in between. Weights with ``late`` have the same graphs,
+but GEMMs start when the kernel before the one that writes x has ended (`EARLY`), up to ``MOST_LATE`` tokens.
+``--only-compile`` times nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,8 +27,10 @@ from semisparse.bench.table import write_csv
 from semisparse.engine import Sampling
 from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.decoder import Cache
+from semisparse.runtime import expand_gemm
 
 ROUNDS, WARM_SECONDS = 11, 0.5
+MOST_LATE = 512
 Backends = dict[str, DecoderBackend]
 Run = Callable[[], float]
 """Runs once, and returns the seconds."""
@@ -75,13 +80,23 @@ def replaying(graph: torch.cuda.CUDAGraph, times: int, before: Callable[[], obje
     return run
 
 
-def stepping(backend: DecoderBackend, count: int) -> Run:
+@contextmanager
+def starting(early: bool) -> Iterator[None]:
+    """Capture kernels that start early, or not."""
+    before, expand_gemm.EARLY = expand_gemm.EARLY, early
+    yield
+    expand_gemm.EARLY = before
+
+
+def stepping(backend: DecoderBackend, count: int, early: bool = True) -> Run:
     """Return what runs `STEPS` captured decode steps of ``count`` sequences."""
     backend.compile([[0] * 16] * count, POSITION, 0)
     prompts = random_prompts(backend.vocabulary, Workload(count, 16, 1)).tolist()
     with torch.no_grad():
         state, _ = backend.begin(prompts, POSITION + STEPS)
-        graph = backend._graph(state, Sampling())
+        with starting(early):
+            backend._graphs = {}
+            graph = backend._graph(state, Sampling())
 
     def reset() -> None:
         state.positions.fill_(POSITION)
@@ -91,8 +106,8 @@ def stepping(backend: DecoderBackend, count: int) -> Run:
 
 
 @torch.no_grad()
-def prompting(backend: DecoderBackend, length: int) -> tuple[Run, Run, Run]:
-    """Return what runs a prompt captured, launched from Python, and as `generate` runs it."""
+def prompting(backend: DecoderBackend, length: int) -> tuple[Run, Run, Run, Run]:
+    """Return what runs a prompt captured, launched from Python, as `generate` runs it, and captured late."""
     tokens = random_prompts(backend.vocabulary, Workload(1, length, 1)).tolist()
     backend.compile(tokens, 1, 0)
     captures = backend._captured_length
@@ -115,29 +130,36 @@ def prompting(backend: DecoderBackend, length: int) -> tuple[Run, Run, Run]:
             backend._captured_length = captures  # type: ignore[method-assign]
 
     eager(), wall()
-    graph = captured(lambda: decoder.padded_prompt(on_gpu, last, cache))
-    return replaying(graph, 3 if length < 4096 else 1), eager, wall
+    times, graphs = 3 if length < 4096 else 1, []
+    for early in (True, False):
+        with starting(early):
+            graphs.append(captured(lambda: decoder.padded_prompt(on_gpu, last, cache)))
+    return replaying(graphs[0], times), eager, wall, replaying(graphs[1], times)
 
 
 def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
     """Time prompts, then steps."""
-    subjects = {name: Subject(options.arch, options.blocks, name) for name in backends}
 
     def rows(work: str, count: int, found: dict[str, list[float]]) -> Iterator[Row]:
         for name, seconds in found.items():
-            yield subjects[name].row(work, count, seconds)
+            yield Subject(options.arch, options.blocks, name).row(work, count, seconds)
 
     for length in options.prompts:
         runs = {name: prompting(backend, length) for name, backend in backends.items()}
         for index, work in enumerate(("prompt", "eager", "wall")):
-            yield from rows(work, length, in_turns({name: of[index] for name, of in runs.items()}))
+            compared = {name: of[index] for name, of in runs.items()}
+            if work == "prompt" and length <= MOST_LATE:
+                compared |= {f"{name} late": of[3] for name, of in runs.items() if name != "dense"}
+            yield from rows(work, length, in_turns(compared))
         if length <= 512:
-            for name, (_, eager, _) in runs.items():
-                yield from rows("alone", length, in_turns({name: eager}))
+            for name, of in runs.items():
+                yield from rows("alone", length, in_turns({name: of[1]}))
         del runs
         torch.cuda.empty_cache()
     for count in options.batches:
-        yield from rows("step", count, in_turns({name: stepping(backend, count) for name, backend in backends.items()}))
+        steps = {name: stepping(backend, count) for name, backend in backends.items()}
+        steps |= {f"{name} late": stepping(of, count, early=False) for name, of in backends.items() if name != "dense"}
+        yield from rows("step", count, in_turns(steps))
 
 
 def main() -> None:

@@ -1,19 +1,26 @@
-"""A prompt's pass and a batch's decode step, with x permuted by kernels of their own and by the norm or SiLU before.
+"""A prompt's pass and a batch's decode step: who permutes x, and tiles of 128 or of 256 tokens.
 
     python benchmarks/first_token.py OUT.csv KERNELS.csv [--weights dense,bitmask,gqs,vector_nm,ec_csr] [--blocks 32]
         [--prompts 512] [--batches 32]
 
-llama2-7b with random weights, bfloat16. Both variants are captured in CUDA graphs and replayed in turns; column
+llama2-7b with random weights, bfloat16. The variants are captured in CUDA graphs and replayed in turns; column
 `same_bits` says whether their logits are equal. KERNELS.csv has the kernels of one replay: how often each runs, and its
-microseconds in all.
+microseconds in all. Work ``first`` is the engine's own pass over a prompt, wall time until the host has the token.
+
+- ``own``: x is permuted by kernels of their own. ``fused``: by the norm or SiLU before, where there is one.
+- ``fused, 256``: likewise, and GEMMs of more than 256 tokens take tiles of 256 only.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -26,36 +33,46 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from semisparse.bench.model import Workload, random_model, random_prompts
+from semisparse.engine import Sampling
 from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.decoder import Cache
 from semisparse.engine.projection import Projection
+from semisparse.formats import product
+from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
 
 GPU = torch.device("cuda")
 ROUNDS, AT_ONCE = 7, 6
 POSITION = 160
-OWN, FUSED = "kernels of their own", "norm and SiLU"
+OWN, FUSED, LARGE = "own", "fused", "fused, 256"
+VARIANTS = (OWN, FUSED, LARGE)
 Row = dict[str, str]
 
 
-def captured(call: Callable[[], Tensor], permuting: str) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+@contextmanager
+def variant_of(name: str) -> Iterator[None]:
+    """Make the engine as a variant has it."""
+    with ExitStack() as stack:
+        if name == OWN:
+            stack.enter_context(patch.object(Projection, "permutation", lambda projection, m, dtype: None))
+        if name == LARGE:
+            stack.enter_context(patch.object(expand_gemm, "MAX_TOKENS_OF_SMALL_TILES", 256))
+        product._prepared.cache_clear()
+        yield
+    product._prepared.cache_clear()
+
+
+@torch.no_grad()
+def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """Capture a call, and return the graph and its output."""
-    unfused = patch.object(Projection, "permutation", lambda projection, m, dtype: None)
-    with torch.no_grad():
-        if permuting == OWN:
-            unfused.start()
-        try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                call()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                output = call()
-        finally:
-            if permuting == OWN:
-                unfused.stop()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
     return graph, output
 
 
@@ -82,60 +99,95 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> dict[str, list[float]]:
     return times
 
 
-def works(
-    backend: DecoderBackend, prompts: list[int], batches: list[int]
-) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
+@dataclass(frozen=True)
+class Work:
+    """What is timed: a prompt of ``count`` tokens, or a step of ``count`` sequences."""
+
+    name: str
+    count: int
+    compile: Callable[[], None]
+    call: Callable[[], Tensor]
+
+
+def works(backend: DecoderBackend, prompts: list[int], batches: list[int]) -> Iterator[Work]:
     """Yield what is timed."""
     decoder = backend.decoder
     for length in prompts:
-        backend.compile([[0] * length], 1, 0)
         backend._state_for(1, length + 1)
         tokens = random_prompts(backend.vocabulary, Workload(1, length, 1)).to(GPU)
         last, cache = torch.tensor([length - 1], device=GPU), Cache.make(decoder, 1, length)
-        yield "prompt", length, lambda: decoder.padded_prompt(tokens, last, cache)  # noqa: B023
+        yield Work(
+            "prompt",
+            length,
+            partial(backend.compile, [[0] * length], 1, 0),
+            partial(decoder.padded_prompt, tokens, last, cache),
+        )
     for count in batches:
-        backend.compile([[0] * 16] * count, POSITION, 0)
         state = backend._state_for(count, POSITION + 8)
         positions = torch.full((count,), POSITION, dtype=torch.int32, device=GPU)
         tokens = random_prompts(backend.vocabulary, Workload(count, 1, 1)).to(GPU)
-        yield "step", count, lambda: decoder.step(tokens, positions, state.cache)  # noqa: B023
+        yield Work(
+            "step",
+            count,
+            partial(backend.compile, [[0] * 16] * count, POSITION, 0),
+            partial(decoder.step, tokens, positions, state.cache),
+        )
+
+
+def first_tokens(backend: DecoderBackend, length: int) -> list[float]:
+    """Return the seconds until the host has the first token, of several runs."""
+    tokens = random_prompts(backend.vocabulary, Workload(1, length, 1)).tolist()
+    backend.compile(tokens, 1, 0)
+    times = []
+    for _ in range(ROUNDS + 4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in backend.run(tokens, 1, Sampling()):
+            pass
+        times.append(time.perf_counter() - start)
+    return times[2:]
 
 
 def measure(options: argparse.Namespace, weights: str) -> Iterator[tuple[Row, list[Row]]]:
     """Yield a row per work and variant, and the rows of its kernels."""
+    start = time.perf_counter()
     model = random_model("llama2-7b", torch.bfloat16, GPU, WEIGHTS[weights], options.blocks)
     backend, facts = backend_of(model), device_facts(GPU)
-    for work, count, call in works(backend, options.prompts, options.batches):
-        variants = (OWN, FUSED) if weights != "dense" else (OWN,)
-        graphs = {permuting: captured(call, permuting) for permuting in variants}
-        times: dict[str, list[float]] = {permuting: [] for permuting in variants}
+    print(f"{weights}: built in {time.perf_counter() - start:.0f} s", flush=True)
+    software = {"machine": facts.name, "software": facts.driver}
+    variants = options.variants.split(";") if weights != "dense" else [OWN]
+
+    def row_of(work: str, count: int, variant: str, us: list[float], equal: bool | None) -> Row:
+        base = {"blocks": str(options.blocks), "weights": weights, "work": work, "count": str(count)}
+        times = {"us": f"{median(us):.1f}", "low_us": f"{min(us):.1f}", "high_us": f"{max(us):.1f}"}
+        same = "" if equal is None else str(equal)
+        return {**base, "variant": "" if weights == "dense" else variant, **times, "same_bits": same, **software}
+
+    for work in works(backend, options.prompts, options.batches):
+        graphs = {}
+        for variant in variants:
+            with variant_of(variant):
+                work.compile()
+                graphs[variant] = captured(work.call)
+        times: dict[str, list[float]] = {variant: [] for variant in variants}
         for _ in range(ROUNDS):
-            for permuting in variants:
-                times[permuting].append(1e6 * seconds(graphs[permuting][0]))
+            for variant in variants:
+                times[variant].append(1e6 * seconds(graphs[variant][0]))
         outputs = [output for _, output in graphs.values()]
-        equal = all(torch.equal(output, outputs[0]) for output in outputs) and bool(outputs[0].isfinite().all())
-        for permuting in variants:
-            base = {
-                "blocks": str(options.blocks),
-                "weights": weights,
-                "work": work,
-                "count": str(count),
-                "permuting": permuting if weights != "dense" else "",
-            }
-            own, software = times[permuting][1:], {"machine": facts.name, "software": facts.driver}
-            row = {
-                **base,
-                "us": f"{median(own):.1f}",
-                "low_us": f"{min(own):.1f}",
-                "high_us": f"{max(own):.1f}",
-                "same_bits": str(equal),
-                **software,
-            }
+        equal = all(torch.equal(output, outputs[0]) for output in outputs[:2]) and bool(outputs[0].isfinite().all())
+        for variant in variants:
+            runs = kernels_of(graphs[variant][0])
+            row = row_of(work.name, work.count, variant, times[variant][1:], equal)
+            base = {key: row[key] for key in ("blocks", "weights", "work", "count", "variant")}
             found = [
-                {**base, "kernel": name, "launches": str(len(runs)), "us": f"{sum(runs):.1f}", **software}
-                for name, runs in sorted(kernels_of(graphs[permuting][0]).items(), key=lambda item: -sum(item[1]))
+                {**base, "kernel": name, "launches": str(len(of)), "us": f"{sum(of):.1f}", **software}
+                for name, of in sorted(runs.items(), key=lambda item: -sum(item[1]))
             ]
             yield row, found
+        del graphs, outputs
+    for length in options.prompts:
+        wall = [1e6 * value for value in first_tokens(backend, length)]
+        yield row_of("first", length, FUSED, wall, None), []
 
 
 def integers(text: str) -> list[int]:
@@ -152,6 +204,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--prompts", type=integers, default=[512])
     parser.add_argument("--batches", type=integers, default=[32])
+    parser.add_argument("--variants", default=";".join(VARIANTS))
     options = parser.parse_args()
     rows: list[Row] = []
     kernels: list[Row] = []
@@ -160,7 +213,8 @@ def main() -> None:
             rows.append(row)
             kernels += found
             write_rows(options.out, rows, list(rows[0]))
-            write_rows(options.kernels, kernels, list(kernels[0]))
+            if found:
+                write_rows(options.kernels, kernels, list(kernels[0]))
             print(*row.values(), flush=True)
         gc.collect()
         torch.cuda.empty_cache()

@@ -14,6 +14,7 @@ from semisparse.formats.kernel import FusedOperands, FusedProduct
 from semisparse.nn import (
     JoinedLinear,
     SparseLinear,
+    constant_linear,
     fused_product,
     permutation_of,
     permuted_linear,
@@ -143,6 +144,9 @@ class Projection:
         if isinstance(x, PermutedX):
             assert self._whole is not None
             return permuted_linear(x, self._whole.packed, self._whole.bias)
+        if self.permutation(len(x), x.dtype) is not None:
+            assert self._whole is not None
+            return constant_linear(x, self._whole.packed, self._whole.bias)
         outputs = [(self._copy_for(index, len(x)) or part)(x) for index, part in enumerate(self._parts)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 

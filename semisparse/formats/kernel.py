@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from semisparse.patterns import Pattern
-from semisparse.runtime.expand_gemm import Permutation, PermutedX
+from semisparse.runtime.expand_gemm import Matmul, PermutedX
 from semisparse.runtime.experts import Routing
 from semisparse.runtime.nvrtc import Defines
 
@@ -106,13 +106,18 @@ class PermutingProduct:
 
     Args:
         run: the product; x may also be a `PermutedX`.
+        matmul: the GEMM.
+
+    Attributes:
         permutation: the order of the `PermutedX` that it takes.
     """
 
-    def __init__(
-        self, run: Callable[[Tensor | PermutedX, Packed, Tensor | None], Tensor], permutation: Permutation
-    ) -> None:
-        self.run, self.permutation = run, permutation
+    def __init__(self, run: Callable[[Tensor | PermutedX, Packed, Tensor | None], Tensor], matmul: Matmul) -> None:
+        self.run, self.permutation, self._matmul = run, matmul.permutation, matmul
+
+    def permuted(self, x: Tensor) -> PermutedX:
+        """Return x in that order, for a weight that no kernel on the stream writes: the GEMM may read it at once."""
+        return self._matmul.permuted(x, constant=True)
 
     def __call__(self, x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
         return self.run(x, packed, bias)

@@ -248,6 +248,26 @@ def permuted_linear(x: PermutedX, packed: Packed, bias: Tensor | None = None) ->
     return product(x, packed, bias)
 
 
+def constant_linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
+    """Compute ``y = x @ w.T + bias`` as `linear` does, without gradients, with a weight that nothing writes meanwhile.
+
+    A GEMM may then read the weight while the kernels before it on the stream still run.
+
+    Args:
+        x: [M, K], on the weight's device.
+        packed: the weight, aligned to 16 bytes (`Problem.is_fused`).
+        bias: as in `linear`.
+    Raises:
+        KernelError: no kernel can compute the matmul.
+    """
+    product = _prepared(structure_of(packed.spec), "auto", bucket_of(len(x)), x.dtype, packed.device)
+    return (
+        product.run(product.permuted(x), packed, bias)
+        if isinstance(product, PermutingProduct)
+        else product(x, packed, bias)
+    )
+
+
 def prepare_product(packed: Packed, m: int, dtype: torch.dtype) -> None:
     """Compile and load the kernels of a matmul before it is needed.
 

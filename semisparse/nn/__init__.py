@@ -6,6 +6,7 @@ The names of dequantise.py and replace.py are imported when they are first used:
 from typing import TYPE_CHECKING
 
 from semisparse.formats.product import (
+    constant_linear,
     fused_product,
     permutation_of,
     permuted_linear,
@@ -36,6 +37,7 @@ __all__ = [
     "StackedLinear",
     "check_slice",
     "concatenate_weights",
+    "constant_linear",
     "copy_pays",
     "dequantise_layers",
     "expert_shapes",

@@ -33,8 +33,15 @@ MAX_SPLIT_K = 8
 MAX_TOKENS_OF_TWO_PRODUCERS = 128
 """Maximum tile_m with two producer warpgroups: with more, too few registers per thread are left at launch."""
 
+MAX_TOKENS_OF_SMALL_TILES = MAX_TOKENS
+"""Maximum M for which `choose` considers tiles of 128 tokens beside those of 256."""
+
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 """Warps per CTA of permute_x.cu, and the (token, column tile) pairs that each warp loads at a time: kUnroll."""
+
+EARLY = True
+"""Whether a GEMM whose caller promises that no kernel on the stream writes the weight may start, and read it, while the
+kernel before the one that permutes x still runs."""
 
 PERMUTE_CTAS_PER_SM = 8
 """Maximum CTAs per SM of permute_x.cu. With one, 256 tokens of 11,008 columns took 7 us longer."""
@@ -238,8 +245,8 @@ class Rates:
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
 
-    Above 128 tokens, tiles of 128 tokens are compared with those of `tile_m_of`: with 128 each weight is expanded more
-    often, but CTAs exchange fewer partial accumulators.
+    Above 128 tokens, up to `MAX_TOKENS_OF_SMALL_TILES`, tiles of 128 tokens are compared with those of `tile_m_of`:
+    with 128 each weight is expanded more often, but CTAs exchange fewer partial accumulators.
 
     Args:
         m: maximum tokens.
@@ -249,7 +256,7 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """
     largest = tile_m_of(m)
     candidates = []
-    for tile_m in sorted({min(largest, 128), largest}):
+    for tile_m in sorted({min(largest, 128), largest}) if m <= MAX_TOKENS_OF_SMALL_TILES else (largest,):
         candidates += [_fit(weight, gpu, tile_m, shape, 0) for shape in STREAM_K[tile_m]]
         for shape in SPLIT_K[tile_m]:
             candidates += _splits(m, weight, gpu, tile_m, shape)
@@ -357,7 +364,10 @@ class PermutedX:
 
     @property
     def arguments(self) -> dict[str, Argument]:
-        """The arguments, by name, of a kernel that writes x in this order, in a grid with `Launch.tokens` rows."""
+        """The arguments, by name, of a kernel that writes x in this order, in a grid with `Launch.tokens` rows.
+
+        With them no kernel on the stream may write the GEMM's weight.
+        """
         permuted, counters, _ = self.addresses
         return {
             "permuted": permuted,
@@ -367,6 +377,7 @@ class PermutedX:
             "tile_m": self.permutation.schedule.tile_m,
             "block": self.permutation.block,
             "counter_count": self.launch.counters,
+            "early": int(EARLY),
         }
 
 
@@ -388,7 +399,8 @@ class Matmul:
         self._n, self._k = shape
         self._permute_x, self._gemm = permute_x, gemm
 
-    def _permuted(self, x: Tensor) -> PermutedX:
+    def permuted(self, x: Tensor, constant: bool = False) -> PermutedX:
+        """Permute x [M, K]; ``constant``: no kernel on the stream writes the weight."""
         x, k = x.contiguous(), self._k
         own = self.permutation.allocate(len(x), x.dtype, x.device)
         permuted, counters, _ = own.addresses
@@ -396,13 +408,13 @@ class Matmul:
             (own.launch.permute_ctas, 1, 1), 32 * PERMUTE_WARPS, pdl=True,
             x=x, permuted=permuted, counters=counters,
             m=own.m, k=k, column_tiles=self.permutation.weight.column_tiles, counter_count=own.launch.counters,
-            aligned=k % 2 == 0 and x.data_ptr() % 4 == 0, tokens=own.launch.tokens,
+            aligned=k % 2 == 0 and x.data_ptr() % 4 == 0, tokens=own.launch.tokens, early=int(EARLY and constant),
         )  # fmt: skip
         return own
 
     def __call__(self, x: Tensor | PermutedX, operands: Operands, bias: Tensor | None) -> Tensor:
         if isinstance(x, Tensor):
-            x = self._permuted(x)
+            x = self.permuted(x)
         y = x.workspace.new_empty(x.m, self._n, dtype=x.dtype)
         permuted, counters, partials = x.addresses
         weight = self.permutation.weight

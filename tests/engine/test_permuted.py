@@ -41,7 +41,7 @@ def by_permute_x(x: torch.Tensor, permutation: Permutation) -> torch.Tensor:
     """Return the bytes that permute_x.cu writes: x, and the counters."""
     defines = {"TILE_M": permutation.schedule.tile_m, "BLOCK": permutation.block}
     kernel = PERMUTE_X.build("semisparse_permute_x", defines).load(x.device)
-    return written(Matmul(permutation, (1, x.shape[1]), kernel, kernel)._permuted(x))
+    return written(Matmul(permutation, (1, x.shape[1]), kernel, kernel).permuted(x))
 
 
 def written(x: PermutedX) -> torch.Tensor:
@@ -128,4 +128,6 @@ def test_projections_take_it_on_a_gpu(name, pattern, options, m):
     projection = Projection([SparseLinear(packed, torch.randn(1000).to("cuda", HALF))], nn.Module(), ADDED)
     permutation = projection.permutation(m, HALF)
     assert permutation is not None
+    x = torch.randn(m, 2048).to("cuda", HALF)
+    assert torch.equal(projection(x), semisparse.linear(x, packed, projection._whole.bias))
     check_product(projection, permutation, "cuda", 2048, m)

@@ -57,6 +57,7 @@ __device__ __forceinline__ void normalise(const SCALAR* x, const SCALAR* delta, 
 #if PERMUTED
 
 #include "expand_gemm/permuted.cuh"
+#include "expand_gemm/start_gemm.cuh"
 
 extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm_permuted(
     const SCALAR* x,          // [m, columns]
@@ -65,13 +66,13 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm_pe
     SCALAR* sum,              // [m, columns]; not written without delta
     unsigned char* permuted,  // [gridDim.x / tile_m, 4 * column_tiles, tile_m, 128 bytes]
     int* counters,            // [counter_count]
-    int m, int columns, int column_tiles, int tile_m, int block, int counter_count, float epsilon
+    int m, int columns, int column_tiles, int tile_m, int block, int counter_count, float epsilon,
+    int early                 // as in permute_x.cu
 ) {
     extern __shared__ __align__(16) unsigned char shared[];
     Unit* kept = reinterpret_cast<Unit*>(shared);
     const int token = blockIdx.x;
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+    wait_and_start_gemm(early);
     for (int i = token * blockDim.x + threadIdx.x; i < counter_count; i += gridDim.x * blockDim.x) counters[i] = 0;
     if (token < m) {
         const long long row = static_cast<long long>(token) * columns;

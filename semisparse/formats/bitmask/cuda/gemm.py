@@ -73,4 +73,4 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProd
     def gemm(x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
         return product(x, {"tiles": packed.tensors["tiles"]}, bias)
 
-    return PermutingProduct(gemm, product.permutation)
+    return PermutingProduct(gemm, product)

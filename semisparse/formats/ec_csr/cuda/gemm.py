@@ -78,4 +78,4 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProd
     def gemm(x: Tensor | PermutedX, packed: Packed, bias: Tensor | None) -> Tensor:
         return product(x, tiles_of(packed), bias)
 
-    return PermutingProduct(gemm, product.permutation)
+    return PermutingProduct(gemm, product)

@@ -100,4 +100,4 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     if quantises_x(problem.params):
         quantise = quantise_x.prepare(device, dtype)
         return lambda x, packed, bias: matmul(quantise(x), packed, bias)
-    return PermutingProduct(matmul, product.permutation)
+    return PermutingProduct(matmul, product)

@@ -72,4 +72,4 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProd
         values, positions = aligned(packed.tensors["values"]), packed.tensors["positions"].contiguous()
         return gemm(x, {"values": values, "positions": positions, "slots": slots}, bias)
 
-    return PermutingProduct(matmul, gemm.permutation)
+    return PermutingProduct(matmul, gemm)

@@ -25,6 +25,7 @@ __device__ __forceinline__ Unit activated(Unit gate, const Unit& up) {
 #if PERMUTED
 
 #include "expand_gemm/permuted.cuh"
+#include "expand_gemm/start_gemm.cuh"
 
 struct alignas(16) FourUnits {
     Unit units[4];
@@ -34,10 +35,10 @@ extern "C" __global__ void __launch_bounds__(256) semisparse_silu_mul_permuted(
     const SCALAR* gate_up,    // [m, stride]
     unsigned char* permuted,  // [gridDim.x / tile_m, 4 * column_tiles, tile_m, 128 bytes]
     int* counters,            // [counter_count]
-    int m, int columns, int stride, int gate_start, int up_start, int column_tiles, int tile_m, int block, int counter_count
+    int m, int columns, int stride, int gate_start, int up_start, int column_tiles, int tile_m, int block, int counter_count,
+    int early                 // as in permute_x.cu
 ) {
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+    wait_and_start_gemm(early);
     const int token = blockIdx.x, cta = blockIdx.y * gridDim.x + token, threads = gridDim.x * gridDim.y * 256;
     for (int i = cta * 256 + threadIdx.x; i < counter_count; i += threads) counters[i] = 0;
     const int column_tile = blockIdx.y * 8 + threadIdx.x / 32, p = threadIdx.x % 32;

@@ -9,7 +9,7 @@
 // Compiled with TILE_M and BLOCK (a power of two from 2 to 128).
 
 #include "permuted.cuh"
-#include "ptx/griddepcontrol.cuh"
+#include "start_gemm.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kUnroll = 3;  // tokens of a warp in flight
@@ -61,10 +61,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 16) semisparse_permute_x(
     int* __restrict__ counters,             // [counter_count]
     int m, int k, int column_tiles, int counter_count,
     int aligned,                            // whether every row of x begins at a multiple of 4 bytes
-    int tokens                              // m, rounded up to a multiple of TILE_M
+    int tokens,                             // m, rounded up to a multiple of TILE_M
+    int early                               // whether the GEMM may start before the kernel before has ended
 ) {
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+    wait_and_start_gemm(early);
     const int thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
     for (int i = thread; i < counter_count; i += threads) counters[i] = 0;
     if (aligned) permute<true>(x, permuted, m, k, column_tiles, tokens, thread / 32, threads / 32, thread % 32);
