@@ -226,9 +226,9 @@ def test_so_it_is_with_the_engine_s_attention(served: str, tmp_path: Path, monke
     """The graphs of one and two sequences have it; the prompt that is computed again, alone, runs through them."""
     attended, run = set(), PagedKernel.__call__
 
-    def attend(kernel: PagedKernel, q: Tensor, pages: Any, out: Tensor) -> None:
+    def attend(kernel: PagedKernel, q: Tensor, key: Tensor, value: Tensor, pages: Any, out: Tensor) -> None:
         attended.add(len(out))
-        run(kernel, q, pages, out)
+        run(kernel, q, key, value, pages, out)
 
     monkeypatch.setattr(PagedKernel, "__call__", attend)
     directory = written("demo", FORMATS[served], tmp_path)
