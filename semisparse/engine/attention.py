@@ -272,21 +272,30 @@ class Pages:
         keys: [pages, positions, key-value heads, head dim], contiguous along the last.
         values: the same, with the same strides.
         numbers: [M, maximum pages] int32, the pages of each sequence.
-        lengths: [M] int32, its positions in the cache, the current token included.
-        longest: the most positions that a sequence may have.
+        lengths: [M] int32, its positions, the current token included.
+        slots: [M] int64, the current token's position among those of all pages; negative: it is not written.
     """
 
     keys: Tensor
     values: Tensor
     numbers: Tensor
     lengths: Tensor
-    longest: int
+    slots: Tensor
 
 
 def paged_kernel(
     m: int, heads: Heads, page: int, longest: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKernel:
-    """Return what attends from ``m`` tokens, the last of their sequences, to pages of ``page`` positions."""
+    """Return what attends from ``m`` tokens, the last of their sequences, to pages of ``page`` positions.
+
+    Args:
+        m: tokens.
+        heads: their shape.
+        page: positions of a page.
+        longest: the most positions that a sequence may have.
+        dtype: of queries and cache.
+        device: a GPU.
+    """
     facts, per_kv = device_facts(device), heads.count // heads.kv_count
     group = min(per_kv, MAX_GROUP)
     ctas = heads.kv_count * -(-per_kv // group)
@@ -309,20 +318,23 @@ class PagedKernel:
     partials: Tensor
     counters: Tensor
 
-    def __call__(self, q: Tensor, pages: Pages, out: Tensor) -> None:
-        """Attend from the last token of each sequence to all of its positions.
+    def __call__(self, q: Tensor, key: Tensor, value: Tensor, pages: Pages, out: Tensor) -> None:
+        """Attend from the last token of each sequence to all of its positions, and write its key and value.
 
         Args:
-            q: [M, heads, head dim], rows contiguous.
-            pages: hold the tokens' own keys and values, too.
+            q: [M, heads, head dim], rows contiguous and aligned to 16 bytes, as those of key and value.
+            key: [M, key-value heads, head dim], of the tokens.
+            value: the same.
+            pages: hold all other positions; written.
             out: [M, heads, head dim] contiguous, written.
         """
         page_stride, position_stride, head_stride, _ = pages.keys.stride()
         self.launch(
             (self.schedule.splits, self.ctas, len(out)), 32 * self.schedule.warps,
-            q=q, keys=pages.keys, values=pages.values, lengths=pages.lengths, pages=pages.numbers, out=out,
-            partials=self.partials, counters=self.counters, heads=self.heads.count, kv_heads=self.heads.kv_count,
-            page_numbers=pages.numbers.stride(0), splits=self.schedule.splits, stride=q.stride(0),
+            q=q, new_keys=key, new_values=value, keys=pages.keys, values=pages.values, lengths=pages.lengths,
+            pages=pages.numbers, slots=pages.slots, out=out, partials=self.partials, counters=self.counters,
+            heads=self.heads.count, kv_heads=self.heads.kv_count, page_numbers=pages.numbers.stride(0),
+            splits=self.schedule.splits, stride=q.stride(0), key_stride=key.stride(0), value_stride=value.stride(0),
             page_stride=page_stride, position_stride=position_stride, head_stride=head_stride, scale=self.heads.scale,
         )  # fmt: skip
 

@@ -133,30 +133,41 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed, gap):
     ),
 )
 def test_attention_to_pages(kernels, dtype, heads, head_first):
-    """Sequences of several lengths, one a captured graph's padding; page numbers are in no order."""
-    page, lengths = 16, torch.tensor([37, 130, 0, 16], dtype=torch.int32)
-    shape = (40, 2, heads.kv_count, page, heads.dim) if head_first else (40, 2, page, heads.kv_count, heads.dim)
+    """Sequences of several lengths, one a captured graph's padding, one without a slot; pages are in no order."""
+    page, lengths = 16, torch.tensor([37, 130, 0, 16, 1], dtype=torch.int32)
+    shape = (50, 2, heads.kv_count, page, heads.dim) if head_first else (50, 2, page, heads.kv_count, heads.dim)
     cache = torch.randn(shape).to(dtype)
-    numbers = torch.randperm(40)[:36].view(4, 9).to(torch.int32)
-    q = torch.randn(4, heads.count + 3, heads.dim).to(dtype)[:, : heads.count]
+    numbers = torch.randperm(50)[:45].view(5, 9).to(torch.int32)
+    counts = (heads.count, heads.kv_count, heads.kv_count)
+    wide = torch.randn(5, sum(counts) + 3, heads.dim).to(dtype)
+    ends = (lengths - 1).clamp(min=0).long()
+    slots = numbers.long().gather(1, ends[:, None] // page)[:, 0] * page + ends % page
+    slots[2:4] = -1
 
-    def attend(q: Tensor, cache: Tensor, numbers: Tensor, lengths: Tensor) -> Tensor:
+    def attend(wide: Tensor, cache: Tensor, numbers: Tensor, lengths: Tensor, slots: Tensor) -> Tensor:
         keys, values = (each.transpose(1, 2) if head_first else each for each in cache.unbind(1))
-        if device_facts(q.device).kind == "cuda":
+        q, *new = wide[:, :-3].split(counts, 1)
+        if device_facts(wide.device).kind == "cuda":
             out = torch.full_like(q.contiguous(), float("nan"))
             kernel = attention.paged_kernel(len(q), heads, page, 9 * page, q.dtype, q.device)
-            kernel(q, attention.Pages(keys, values, numbers, lengths, 9 * page), out)
+            kernel(q, *new, attention.Pages(keys, values, numbers, lengths, slots), out)
             return out
         rows = []
-        for row, length in enumerate(lengths.tolist()):
-            own = [part[numbers[row].long()].flatten(0, 1)[:length].float() for part in (keys, values)]
-            k, v = (part.repeat_interleave(heads.count // heads.kv_count, 1) for part in own)
-            weights = torch.einsum("hd,phd->hp", q[row].float(), k).mul(heads.scale).softmax(-1)
-            rows.append(torch.einsum("hp,phd->hd", weights, v))
+        for row, (length, slot) in enumerate(zip(lengths.tolist(), slots.tolist(), strict=True)):
+            read = []
+            for part, own in zip((keys, values), new, strict=True):
+                positions = part[numbers[row].long()].flatten(0, 1)[:length]
+                positions[length - 1 :] = own[row]
+                if slot >= 0:
+                    part[slot // page, slot % page] = own[row]
+                read.append(positions.float().repeat_interleave(heads.count // heads.kv_count, 1))
+            weights = torch.einsum("hd,phd->hp", q[row].float(), read[0]).mul(heads.scale).softmax(-1)
+            rows.append(torch.einsum("hp,phd->hd", weights, read[1]))
         return torch.stack(rows).to(q.dtype)
 
-    (found, _), (expected, _) = kernels(attend, q, cache, numbers, lengths)
+    (found, there), (expected, here) = kernels(attend, wide, cache, numbers, lengths, slots)
     close(found, expected, 8)
+    assert torch.equal(there[1].cpu(), here[1])
 
 
 def test_splits_are_no_more_ctas_than_are_resident():

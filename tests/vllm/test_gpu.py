@@ -221,20 +221,26 @@ def test_so_it_is_with_dense_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert min(used) == 4
 
 
-@pytest.mark.parametrize("served", ["bitmask", "gqs-w4s50", "dense-int8"])
+@pytest.mark.parametrize("served", FORMATS)
 def test_so_it_is_with_the_engine_s_attention(served: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The graphs of one and two sequences have it; the prompt that is computed again, alone, runs through them."""
     attended, run = set(), PagedKernel.__call__
 
-    def attend(kernel: PagedKernel, q: Tensor, pages: Any, out: Tensor) -> None:
+    def attend(kernel: PagedKernel, q: Tensor, key: Tensor, value: Tensor, pages: Any, out: Tensor) -> None:
         attended.add(len(out))
-        run(kernel, q, pages, out)
+        run(kernel, q, key, value, pages, out)
 
     monkeypatch.setattr(PagedKernel, "__call__", attend)
     directory = written("demo", FORMATS[served], tmp_path)
-    settings = {"attention_config": {"backend": "CUSTOM"}, "compilation_config": FEW_GRAPHS}
+    settings = {"additional_config": {"semisparse_attention": True}, "compilation_config": FEW_GRAPHS}
     compare(directory, "demo", torch.float16, LEAST[served], **settings)
     assert attended == {1, 2}
+
+
+def test_so_it_is_with_the_engine_s_attention_named_and_the_larger_model(tmp_path: Path):
+    directory = written("pycode-11m", FORMATS["bitmask"], tmp_path)
+    settings = {"attention_config": {"backend": "CUSTOM"}, "compilation_config": FEW_GRAPHS}
+    compare(directory, "pycode-11m", torch.float16, LEAST["bitmask"], **settings)
 
 
 @pytest.mark.parametrize("served", FORMATS)

@@ -401,6 +401,48 @@ def test_code_compiled_for_other_formats_is_not_taken_for_a_directory_written_an
     assert len(hashes) == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_taken"),
+    [
+        ({}, True),
+        ({"wanted": False}, False),
+        ({"wanted": None}, False),
+        ({"backend": "TRITON_ATTN"}, False),
+        ({"capability": (8, 0)}, False),
+        ({"dtype": torch.float32}, False),
+        ({"use_mla": True}, False),
+        ({"head": 512}, False),
+        ({"cache_dtype": "fp8"}, False),
+        ({"path": "other.Backend"}, False),
+    ],
+    ids=str,
+)
+def test_the_attention_backend_is_taken_where_vllm_would_take_flash_attention(changes, is_taken, monkeypatch):
+    from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
+
+    from semisparse.integrations.vllm import attention
+
+    custom = AttentionBackendEnum.CUSTOM
+    given = {"wanted": True, "backend": None, "capability": (9, 0), "dtype": torch.bfloat16, "use_mla": False}
+    given |= {"head": 128, "cache_dtype": "auto", "path": attention.BACKEND, **changes}
+    monkeypatch.setitem(_ATTN_OVERRIDES, custom, given["path"])
+    monkeypatch.setattr(attention, "current_platform", gpu_with(1, given["capability"]))
+    config = SimpleNamespace(
+        additional_config={} if given["wanted"] is None else {"semisparse_attention": given["wanted"]},
+        attention_config=SimpleNamespace(backend=given["backend"]),
+        cache_config=SimpleNamespace(cache_dtype=given["cache_dtype"]),
+        model_config=SimpleNamespace(
+            dtype=given["dtype"],
+            use_mla=given["use_mla"],
+            is_mm_prefix_lm=False,
+            is_encoder_decoder=False,
+            get_head_size=lambda: given["head"],
+        ),
+    )
+    assert attention.choose_attention(config) is is_taken
+    assert config.attention_config.backend == (custom if is_taken else given["backend"])
+
+
 def test_the_sizes_divide_over_two_ranks():
     assert not [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if SIZES[key] % 2]
 

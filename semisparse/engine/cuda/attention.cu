@@ -13,8 +13,10 @@
 // attend to it, and write key and value to the cache. Results are rounded where rope.cu rounds them.
 //
 // With PAGE the cache is in pages of PAGE positions, as serving engines keep it, and pages[row] has the numbers of a sequence's
-// pages. A sequence of no positions, as a captured graph pads with, gets zeros. Such a kernel is launched without PDL, and lets
-// no other start before it ends: the kernels around it are not ours.
+// pages. The token's own key and value are in tensors of their own, rotated already. The CTAs of the last split attend to them,
+// too, and write them to the cache: at slots[row], nowhere if that is negative. A sequence of no positions, as a captured graph
+// pads with, gets zeros. Such a kernel is launched without PDL, and lets no other start before it ends: the kernels around it are
+// not ours.
 //
 // PDL: with ROPE the positions, the rotary table and the first keys and values are read before griddepcontrol.wait. They were
 // written before the step's first kernel, which is launched without PDL and so waits for all kernels before it.
@@ -55,6 +57,11 @@ struct Loaded {
     __device__ __forceinline__ void read(const SCALAR* from) {
 #pragma unroll
         for (int i = 0; i < static_cast<int>(sizeof(SCALAR)) / 2; ++i) units[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+
+    __device__ __forceinline__ void write(SCALAR* to) const {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(SCALAR)) / 2; ++i) reinterpret_cast<uint4*>(to)[i] = units[i];
     }
 
     __device__ __forceinline__ void widen(float (&to)[kVector]) const {
@@ -192,15 +199,18 @@ extern "C" __global__ void
 #endif
     __launch_bounds__(kThreads, CTAS) semisparse_engine_paged_attention(
     const SCALAR* q,        // [m, heads, DIM], rows `stride` apart
-    const SCALAR* keys,     // pages of PAGE positions, [kv_heads, DIM] each; distances in values below
-    const SCALAR* values,   // the same
+    const SCALAR* new_keys, // [m, kv_heads, DIM], rows `key_stride` apart
+    const SCALAR* new_values,  // the same, rows `value_stride` apart
+    SCALAR* keys,           // pages of PAGE positions, [kv_heads, DIM] each; distances in values below
+    SCALAR* values,         // the same
     const int* lengths,     // [m]: positions of the sequence, the token's own included
     const int* pages,       // [m, page_numbers]
+    const long long* slots,  // [m]: where the token's own position is in the cache, counted over all pages; -1: nowhere
     SCALAR* out,            // [m, heads, DIM]
     Partial* partials,      // [m, heads, splits]; unused in a cluster
     int* counters,          // [m, kv_heads * groups]: CTAs that have stored partials; 0 between launches
-    int heads, int kv_heads, int page_numbers, int splits, int stride, int page_stride, int position_stride, int head_stride,
-    float scale
+    int heads, int kv_heads, int page_numbers, int splits, int stride, int key_stride, int value_stride, int page_stride,
+    int position_stride, int head_stride, float scale
 ) {
 #else
 extern "C" __global__ void
@@ -235,7 +245,7 @@ extern "C" __global__ void
     if (!PAGE) griddepcontrol_launch_dependents();
     if (!ROPE) griddepcontrol_wait();
 #if PAGE
-    const int context = lengths[row];
+    const int length = lengths[row], context = max(length - 1, 0);  // in the cache
 #else
     const int position = positions[row], context = ROPE ? position : position + 1;  // in the cache
 #endif
@@ -243,10 +253,10 @@ extern "C" __global__ void
     const int end = static_cast<int>(static_cast<long long>(context) * (split + 1) / splits);
 #if PAGE
     const int* of_sequence = pages + static_cast<long long>(row) * page_numbers;
-    auto offset = [&](int at) {
-        return static_cast<long long>(of_sequence[at / PAGE]) * page_stride + static_cast<long long>(at % PAGE) * position_stride +
-               kv_head * head_stride + part * kVector;
+    auto in_page = [&](long long page, int at) {
+        return page * page_stride + static_cast<long long>(at) * position_stride + kv_head * head_stride + part * kVector;
     };
+    auto offset = [&](int at) { return in_page(of_sequence[at / PAGE], at % PAGE); };
 #else
     const long long base = (static_cast<long long>(row / tokens) * kv_heads + kv_head) * length * DIM + part * kVector;
     auto offset = [&](int at) { return base + static_cast<long long>(at) * DIM; };
@@ -279,6 +289,17 @@ extern "C" __global__ void
     Softmax softmax[GROUP];
 #pragma unroll
     for (int head = 0; head < GROUP; ++head) softmax[head].clear();
+    // Attends to the token's own position; all lanes of a warp call it, once `query` is there.
+    auto attend_to_new = [&](const float (&new_key)[kVector], const float (&new_value)[kVector]) {
+#pragma unroll
+        for (int head = 0; head < GROUP; ++head) {
+            float score = 0;
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) score += has_values ? query[head][j] * new_key[j] : 0;
+            score = team_sum(score) * (scale * kLog2E);
+            if (team == 0) softmax[head].raise(score), softmax[head].add(score, new_value);
+        }
+    };
 #if ROPE
     {
         const Rotation rotation(cosines, sines, position, has_values ? part : 0);
@@ -304,17 +325,19 @@ extern "C" __global__ void
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) store(keys + start + i, new_key[i]), store(values + start + i, new_value[i]);
             }
-#pragma unroll
-            for (int head = 0; head < GROUP; ++head) {
-                float score = 0;
-#pragma unroll
-                for (int j = 0; j < kVector; ++j) score += has_values ? query[head][j] * new_key[j] : 0;
-                score = team_sum(score) * (scale * kLog2E);
-                if (team == 0) softmax[head].raise(score), softmax[head].add(score, new_value);
-            }
+            attend_to_new(new_key, new_value);
         }
     }
 #else
+#if PAGE
+    const bool takes_new = length > 0 && split == splits - 1 && warp == 0;
+    Loaded loaded_key, loaded_value;
+    loaded_key.clear(), loaded_value.clear();
+    if (takes_new && has_values) {  // loaded with the queries, not after them
+        loaded_key.read(new_keys + static_cast<long long>(row) * key_stride + kv_head * DIM + part * kVector);
+        loaded_value.read(new_values + static_cast<long long>(row) * value_stride + kv_head * DIM + part * kVector);
+    }
+#endif
 #pragma unroll
     for (int head = 0; head < GROUP; ++head) {
         Loaded loaded;
@@ -323,6 +346,18 @@ extern "C" __global__ void
             loaded.read(q + static_cast<long long>(row) * (PAGE ? stride : heads * DIM) + (first_head + head) * DIM + part * kVector);
         loaded.widen(query[head]);
     }
+#if PAGE
+    if (takes_new) {
+        const long long slot = slots[row];
+        if (slot >= 0 && team == 0 && has_values && blockIdx.y % groups == 0) {
+            const long long to = in_page(slot / PAGE, static_cast<int>(slot % PAGE));
+            loaded_key.write(keys + to), loaded_value.write(values + to);
+        }
+        float new_key[kVector], new_value[kVector];
+        loaded_key.widen(new_key), loaded_value.widen(new_value);
+        attend_to_new(new_key, new_value);
+    }
+#endif
 #endif
     for (int first = begin + team; first - team < end; first += kAhead * kStep) {
 #pragma unroll

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from semisparse.checkpoint import METHOD, layer_bytes_on, read_block
 from semisparse.errors import InputError
+from semisparse.integrations.vllm.attention import choose_attention
 from semisparse.integrations.vllm.experts import SemisparseExpertsMethod, is_of_expert, refusal
 from semisparse.integrations.vllm.fusion import install_fusion
 from semisparse.integrations.vllm.linear import SemisparseLinearMethod
@@ -111,9 +112,9 @@ class SemisparseVllmConfig(QuantizationConfig):
         return SemisparseExpertsMethod(layer, inside, self._checked_tokens())
 
     def _checked_tokens(self) -> int:
-        """Check what vLLM was asked for, install the fusion pass, and return the maximum number of tokens per step.
+        """Check what vLLM was asked for, install the fusion pass and the attention, and return the tokens per step.
 
-        The first two happen once, for the first layer: vLLM asks for its method before it compiles.
+        The first three happen once, for the first layer: vLLM asks for its method before it compiles.
         """
         vllm_config = get_current_vllm_config()
         if not self._fits:
@@ -125,6 +126,7 @@ class SemisparseVllmConfig(QuantizationConfig):
             self._copied = layers_with_copies(vllm_config, [name for name in self.layers if not is_of_expert(name)])
             self._check_memory(vllm_config)
             self._fuses = install_fusion(vllm_config, {layer.spec.format for layer in self.layers.values()})
+            choose_attention(vllm_config)
         return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _checkpoint_names(self, prefix: str) -> list[str]:

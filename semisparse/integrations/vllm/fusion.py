@@ -27,7 +27,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from semisparse.integrations.vllm.launch import may_launch_early
-from semisparse.integrations.vllm.settings import wants_fusion
+from semisparse.integrations.vllm.settings import FUSION, wants
 from semisparse.nn.dense_copy import CopiedLinear
 from semisparse.nn.fused_linear import ADDED, GATED, MAX_FUSED_TOKENS, NORMED, can_fuse, has_fused_kernels, packed_of
 
@@ -71,7 +71,7 @@ def install_fusion(vllm_config: VllmConfig, formats: Iterable[str]) -> bool:
     Raises:
         InputError: the setting is neither true nor false.
     """
-    wanted = wants_fusion(vllm_config)
+    wanted = wants(vllm_config, FUSION, True)
     _turn_off_early_launches(vllm_config.compilation_config.inductor_compile_config)
     compilation, key = vllm_config.compilation_config, current_platform.pass_key
     if not wanted or compilation.mode != CompilationMode.VLLM_COMPILE or not current_platform.is_cuda():

@@ -13,19 +13,26 @@ from semisparse.errors import InputError
 FUSION = "semisparse_fusion"
 """false: norms, residuals and SiLU are not fused into packed matmuls."""
 
+ATTENTION = "semisparse_attention"
+"""true: decode steps of one and two sequences run the engine's attention kernel instead of FlashAttention."""
+
 KEEP_DENSE = "semisparse_keep_dense"
 """Glob patterns of the checkpoint's layers that get dense copies, such as ``["*.down_proj"]`` or ``["*"]``."""
 
 
-def wants_fusion(vllm_config: VllmConfig) -> bool:
-    """Return whether packed matmuls are fused where they can be: unless it is turned off.
+def wants(vllm_config: VllmConfig, name: str, default: bool) -> bool:
+    """Return a setting that is true or false.
 
+    Args:
+        vllm_config: vLLM's.
+        name: of the setting.
+        default: its value where the user sets none.
     Raises:
-        InputError: the setting is neither true nor false.
+        InputError: it is neither.
     """
-    wanted = _setting(vllm_config, FUSION, True)
+    wanted = _setting(vllm_config, name, default)
     if not isinstance(wanted, bool):
-        raise InputError(f"--additional-config: {FUSION} is {wanted!r}, expected true or false")
+        raise InputError(f"--additional-config: {name} is {wanted!r}, expected true or false")
     return wanted
 
 
