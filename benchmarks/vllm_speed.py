@@ -83,6 +83,10 @@ class Entry:
         """The column's ending, of `VARIANTS`; mostly empty."""
         return next((ending for ending in VARIANTS if self.column.endswith(ending)), "")
 
+    def is_among(self, words: str) -> bool:
+        """Return whether words joined by commas name the entry: its column, or that of its model alone."""
+        return not {self.column, f"{self.model}/{self.column}"}.isdisjoint(words.split(","))
+
     @property
     def name(self) -> str:
         """Its name in file names."""
@@ -150,9 +154,9 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     folder, log = folder_of(entry, args), Path(args.scratch) / f"{entry.name}.log"
     if entry.serves:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
-    profiles = entry.column in args.profile.split(",") and entry.model == "llama2-7b"
-    is_brief = entry.column in args.brief.split(",")
-    is_whole = entry.variant in WHOLE and not is_brief and entry.column not in args.steps.split(",")
+    profiles = entry.is_among(args.profile) and entry.model == "llama2-7b"
+    is_brief = entry.is_among(args.brief)
+    is_whole = entry.variant in WHOLE and not is_brief and not entry.is_among(args.steps)
     requests = args.requests if is_whole else 0
     engine = folder, settings_of(entry, args), cache
     return Child(entry.name, log, measure_engine, *engine, requests, profiles, () if is_brief else BATCHES)
@@ -287,7 +291,7 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=16, help="GiB of the KV cache")
     parser.add_argument("--requests", type=int, default=500, help="requests of the throughput; 0: batches alone")
     parser.add_argument("--steps", default="", help="columns of which neither prompts nor throughput are measured")
-    parser.add_argument("--brief", default="", help="columns of which one sequence alone is measured")
+    parser.add_argument("--brief", default="", help="columns, or MODEL/COLUMN, of one sequence alone")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
     parser.add_argument("--ready", type=float, default=200, help="seconds until a group must have started")
