@@ -1,4 +1,4 @@
-"""An attention backend for vLLM's decode steps of few sequences: ``vllm serve DIR --attention-backend CUSTOM``.
+"""An attention backend for vLLM's decode steps of few sequences, which `integrations/vllm/attention.py` chooses.
 
 It is vLLM's FlashAttention, but steps of at most `MAX_SEQUENCES` tokens, one per sequence, run the engine's attention
 kernel (attention.cu). It replaces three: FlashAttention is two kernels there, which take 14.4 us per layer of llama2-7b

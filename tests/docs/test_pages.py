@@ -299,13 +299,17 @@ def test_vllm(workdir: Path):
 
     load_general_plugins()
     served = [words for words in commands("serving/vllm.md") if words[:2] == ["vllm", "serve"]]
-    settings = ({}, {}, {"semisparse_fusion": False}, {}, {"semisparse_keep_dense": ["*"]})
-    backends = (None, None, None, "CUSTOM", None)
-    for words, count, wanted, backend in zip(served, (1, 2, 1, 1, 1), settings, backends, strict=True):
+    settings = (
+        {},
+        {},
+        {"semisparse_fusion": False},
+        {"semisparse_attention": True},
+        {"semisparse_keep_dense": ["*"]},
+    )
+    for words, count, wanted in zip(served, (1, 2, 1, 1, 1), settings, strict=True):
         options = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
         options.model = options.model_tag
         arguments = AsyncEngineArgs.from_cli_args(options)
         assert arguments.create_model_config().quantization == "semisparse"
         assert arguments.tensor_parallel_size == count
         assert arguments.additional_config == wanted
-        assert arguments.attention_backend == backend
