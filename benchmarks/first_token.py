@@ -5,10 +5,11 @@
 
 llama2-7b with random weights, bfloat16. The variants are captured in CUDA graphs and replayed in turns; column
 `same_bits` says whether their logits are equal. KERNELS.csv has the kernels of one replay: how often each runs, and its
-microseconds in all. Work ``first`` is the engine's own pass over a prompt, wall time until the host has the token.
+microseconds in all. Work ``first`` is the engine's own pass over a prompt on an idle GPU, wall time until the host has
+the token; replays in a row make the GPU lower its clock.
 
 - ``own``: x is permuted by kernels of their own. ``fused``: by the norm or SiLU before, where there is one.
-- ``fused, 256``: likewise, and GEMMs of more than 256 tokens take tiles of 256 only.
+- ``fused, 128``: likewise, and GEMMs take tiles of 128 tokens as often as before (`expand_gemm.SMALL_TILES_FACTOR`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ from semisparse.runtime.device import device_facts
 
 GPU = torch.device("cuda")
 ROUNDS, AT_ONCE = 7, 6
+PAUSE = 0.2
+"""Seconds before each first token: the GPU is idle, as before a command's."""
+
 POSITION = 160
-OWN, FUSED, LARGE = "own", "fused", "fused, 256"
-VARIANTS = (OWN, FUSED, LARGE)
+OWN, FUSED, SMALL = "own", "fused", "fused, 128"
+VARIANTS = (OWN, FUSED, SMALL)
 Row = dict[str, str]
 
 
@@ -55,8 +59,8 @@ def variant_of(name: str) -> Iterator[None]:
     with ExitStack() as stack:
         if name == OWN:
             stack.enter_context(patch.object(Projection, "permutation", lambda projection, m, dtype: None))
-        if name == LARGE:
-            stack.enter_context(patch.object(expand_gemm, "MAX_TOKENS_OF_SMALL_TILES", 256))
+        if name == SMALL:
+            stack.enter_context(patch.object(expand_gemm, "SMALL_TILES_FACTOR", 1))
         product._prepared.cache_clear()
         yield
     product._prepared.cache_clear()
@@ -141,6 +145,7 @@ def first_tokens(backend: DecoderBackend, length: int) -> list[float]:
     times = []
     for _ in range(ROUNDS + 4):
         torch.cuda.synchronize()
+        time.sleep(PAUSE)
         start = time.perf_counter()
         for _ in backend.run(tokens, 1, Sampling()):
             pass

@@ -130,7 +130,7 @@ def measure(options: argparse.Namespace, weights: str, machine: str) -> None:
     """Time the starts of one directory."""
     rows, model, cache = read_rows(options.out), options.scratch / weights, options.scratch / f"cache-{weights}"
     read(model)
-    for number, start in enumerate(["first", "kernels", *["later"] * options.runs]):
+    for number, start in enumerate([*options.starts.split(","), *["later"] * options.runs]):
         if start == "first":
             shutil.rmtree(cache, ignore_errors=True)
         elif start == "kernels":
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--weights", default="gqs-w4s50,bitmask,dense")
+    parser.add_argument("--starts", default="first,kernels", help="those before the later ones")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--new", type=int, default=2)
     parser.add_argument("--cores", default="", help="CPU cores of the processes, as taskset -c takes them")

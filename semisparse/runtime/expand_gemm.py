@@ -33,9 +33,6 @@ MAX_SPLIT_K = 8
 MAX_TOKENS_OF_TWO_PRODUCERS = 128
 """Maximum tile_m with two producer warpgroups: with more, too few registers per thread are left at launch."""
 
-MAX_TOKENS_OF_SMALL_TILES = MAX_TOKENS
-"""Maximum M for which `choose` considers tiles of 128 tokens beside those of 256."""
-
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 """Warps per CTA of permute_x.cu, and the (token, column tile) pairs that each warp loads at a time: kUnroll."""
 
@@ -226,6 +223,11 @@ FILLED = 0.55
 Smaller grids were not timed."""
 
 
+TOKENS_OF_FEW_TILES, SMALL_TILES_FACTOR = 384, 1.13
+"""Above so many tokens estimates of tiles of 128 tokens are 2 to 14 % too low, and those of 256 tokens 1 to 9 % too
+high: gqs at 4096 x 11008 takes 78.5 us with 128 and 71.7 with 256 (512 tokens, h200/sweeps/split-in-cluster.csv)."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """How fast a format expands weight tiles, for `choose`; fitted to times on an H200.
@@ -245,8 +247,8 @@ class Rates:
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
 
-    Above 128 tokens, up to `MAX_TOKENS_OF_SMALL_TILES`, tiles of 128 tokens are compared with those of `tile_m_of`:
-    with 128 each weight is expanded more often, but CTAs exchange fewer partial accumulators.
+    Above 128 tokens, tiles of 128 tokens are compared with those of `tile_m_of`: with 128 each weight is expanded more
+    often, but CTAs exchange fewer partial accumulators.
 
     Args:
         m: maximum tokens.
@@ -256,12 +258,17 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
     """
     largest = tile_m_of(m)
     candidates = []
-    for tile_m in sorted({min(largest, 128), largest}) if m <= MAX_TOKENS_OF_SMALL_TILES else (largest,):
+    for tile_m in sorted({min(largest, 128), largest}):
         candidates += [_fit(weight, gpu, tile_m, shape, 0) for shape in STREAM_K[tile_m]]
         for shape in SPLIT_K[tile_m]:
             candidates += _splits(m, weight, gpu, tile_m, shape)
     fitting = [schedule for schedule in candidates if schedule]
-    return min(fitting, key=lambda schedule: h200_microseconds(schedule, m, weight, gpu.sms, rates))
+
+    def microseconds(schedule: Schedule) -> float:
+        factor = SMALL_TILES_FACTOR if m > TOKENS_OF_FEW_TILES and schedule.tile_m == 128 else 1
+        return factor * h200_microseconds(schedule, m, weight, gpu.sms, rates)
+
+    return min(fitting, key=microseconds)
 
 
 def _splits(m: int, weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape) -> list[Schedule]:

@@ -124,8 +124,8 @@ def test_gemms_take_it(emulated, name, pattern, options):
 @pytest.mark.parametrize(("name", "pattern", "options"), FORMATS)
 @pytest.mark.parametrize("m", [70, 512])
 def test_projections_take_it_on_a_gpu(name, pattern, options, m):
-    packed = packed_weight(name, pattern, options, 1000, 2048).to("cuda")
-    projection = Projection([SparseLinear(packed, torch.randn(1000).to("cuda", HALF))], nn.Module(), ADDED)
+    packed = packed_weight(name, pattern, options, 2100, 2048).to("cuda")
+    projection = Projection([SparseLinear(packed, torch.randn(2100).to("cuda", HALF))], nn.Module(), ADDED)
     permutation = projection.permutation(m, HALF)
     assert permutation is not None
     x = torch.randn(m, 2048).to("cuda", HALF)
