@@ -115,10 +115,17 @@ class Schedule:
 
     def shared(self, weight: Tiles) -> int:
         """Return the bytes of dynamic shared memory per CTA."""
-        x = self.x_stages * self.tile_m * 2 * COLUMNS
         mbarriers = 16 * (self.stages + 4 * self.x_stages) + (8 * self.warps if self.split_in_cluster else 0)
-        tiles = self.stages * self.warps * weight.tile_bytes
-        return x + tiles + self.warps * weight.extra_per_warp + mbarriers
+        return self._stage_bytes(weight) + self.warps * weight.extra_per_warp + mbarriers
+
+    def _stage_bytes(self, weight: Tiles) -> int:
+        return self.x_stages * self.tile_m * 2 * COLUMNS + self.stages * self.warps * weight.tile_bytes
+
+    def can_receive(self, weight: Tiles) -> bool:
+        """Return whether the stages' memory takes the partial accumulators that come from the cluster's other CTAs."""
+        share = -(-self.tile_m // (8 * max(self.split_k, 1))) * 8  # tokens: kShareGroups of stream_k.cuh
+        received = self.split_k * share * self.warps * ROWS * 4
+        return not self.split_in_cluster or received <= self._stage_bytes(weight)
 
     def tiles(self, m: int, weight: Tiles) -> int:
         """Return the number of output tiles: tile_m tokens by the rows of a cluster."""
@@ -192,7 +199,7 @@ def fit(
         for stages in STAGES
         if stages[0] <= weight.max_stages
     )
-    return next((schedule for schedule in schedules if schedule.shared(weight) <= room), None)
+    return next((one for one in schedules if one.shared(weight) <= room and one.can_receive(weight)), None)
 
 
 Shape = tuple[int, int, int]
@@ -217,6 +224,12 @@ SPLIT_K: Mapping[int, tuple[Shape, ...]] = {
     256: ((2, 1, 1),),
 }
 """The shapes that `choose` tries with a split_k of 1 to `MAX_SPLIT_K`, by tile_m."""
+
+RANGES_IN_CLUSTER = 2
+"""The split_k with which the ranges of an output tile are a cluster. It gains 0.4 us on average and up to 1.4 (bitmask,
+12288 x 4096, 128 tokens: 30.9 instead of 32.3). Clusters of 3 and 5 equal the exchange through global memory; of 4, 6
+and 8 are 2 to 15 us slower, because fewer of them are resident than an SM's memory would allow
+(results/h200/sweeps/split-in-cluster.csv)."""
 
 FILLED = 0.55
 """With split-K, the grid has at least this fraction of the CTAs that can be resident, if K can be split so often.
@@ -288,7 +301,7 @@ def _splits(m: int, weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape) 
 
 def _fit(weight: Tiles, gpu: DeviceFacts, tile_m: int, shape: Shape, split_k: int) -> Schedule | None:
     warpgroups, cluster, ctas_per_sm = shape
-    return fit(weight, gpu, tile_m, warpgroups, cluster, split_k, ctas_per_sm)
+    return fit(weight, gpu, tile_m, warpgroups, cluster, split_k, ctas_per_sm, split_k == RANGES_IN_CLUSTER)
 
 
 def h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates: Rates) -> float:
@@ -315,7 +328,7 @@ def h200_microseconds(schedule: Schedule, m: int, weight: Tiles, sms: int, rates
     if not schedule.split_k:
         exchange = 8.0 + 0.0077 * outputs
     elif schedule.split_k > 1:
-        exchange = 3.2 + 0.0132 * outputs * (1 - 1 / schedule.split_k)
+        exchange = 3.2 + 0.0132 * outputs * (1 - 1 / schedule.split_k) - 0.4 * schedule.split_in_cluster
     tiles = busiest * iterations * schedule.warps
     return 2.6 + tiles * tile + 0.0121 * x_megabytes + exchange + 1.6 * (waves - 1) + 1.9 * (schedule.cluster - 1)
 

@@ -106,7 +106,10 @@ def test_every_gemm_schedule_fits_and_gives_each_range_work(m: int, weight: Tili
 def check_gemm(found: Schedule, m: int, tiling: Tiling) -> None:
     weight = gemm_tiles(tiling)
     rings = found.x_stages * 4 * found.tile_m * 128 + found.stages * found.warpgroups * 4 * tile_bytes(tiling)
-    assert rings + 16 * (found.stages + 4 * found.x_stages) == found.shared(weight)
+    per_warp = 8 if found.split_in_cluster else 0
+    assert rings + 16 * (found.stages + 4 * found.x_stages) + per_warp * found.warps == found.shared(weight)
+    assert found.split_in_cluster == (found.split_k == 2)
+    assert not found.split_in_cluster or rings >= 2 * -(-found.tile_m // 16) * 8 * found.warps * 16 * 4, "partials"
     permute_x = 1024  # bytes that a CTA of permute_x.cu takes
     assert found.ctas_per_sm * (found.shared(weight) + 1024) + permute_x <= H200.shared_per_sm
     shapes = SPLIT_K if found.split_k else STREAM_K
@@ -127,7 +130,9 @@ def check_gemm(found: Schedule, m: int, tiling: Tiling) -> None:
     assert launch.permute_ctas >= 1
     sizes = [512 * weight.column_tiles * launch.tokens, 4 * launch.counters]
     assert all(launch.offsets[i] + size <= launch.offsets[i + 1] for i, size in enumerate(sizes))
-    partials = 0 if found.split_k == 1 else launch.ctas * found.warps * 16 * found.tile_m * 4
+    in_memory = found.split_k != 1 and not found.split_in_cluster
+    assert launch.counters == in_memory * launch.ctas * found.warps
+    partials = launch.counters * 16 * found.tile_m * 4
     assert launch.offsets[2] + partials <= launch.workspace
 
 

@@ -33,6 +33,7 @@ GEMM = CudaSource(
         gemm_defines(torch.float16, 64, Schedule(256, 2, 2, 0, 1, 1, 1)),
         gemm_defines(torch.bfloat16, 31, Schedule(32, 1, 1, 4, 3, 1, 3)),
         gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 4, 3, 1, 1)),
+        gemm_defines(torch.bfloat16, 32, Schedule(128, 3, 1, 2, 2, 1, 1, split_in_cluster=True)),
         {**gemm_defines(torch.bfloat16, 32, Schedule(192, 2, 1, 0, 3, 1, 1)), "EXPERTS": 1},
         {**gemm_defines(torch.float16, 31, Schedule(16, 2, 2, 0, 3, 2, 1)), "EXPERTS": 1},
         gemm_defines(torch.float16, 32, Schedule(64, 2, 2, 0, 3, 2, 1), 8),

@@ -48,6 +48,7 @@ SOURCE = CudaSource(
         gemm_defines(BFLOAT, 8, 128, Schedule(256, 2, 2, 0, 2, 1, 1)),
         gemm_defines(BFLOAT, 4, 128, Schedule(128, 3, 1, 0, 3, 1, 1)),
         gemm_defines(HALF, 3, 8, Schedule(32, 1, 1, 4, 3, 1, 3)),
+        gemm_defines(BFLOAT, 4, 16, Schedule(32, 1, 1, 2, 3, 1, 3, split_in_cluster=True)),
         gemm_defines(HALF, 2, 64, Schedule(16, 4, 1, 2, 4, 1, 1)),
         gemm_defines(HALF, 4, 128, Schedule(64, 3, 1, 0, 3, 2, 1), full=True),
         gemm_defines(BFLOAT, 8, 16, Schedule(64, 1, 1, 4, 2, 1, 3), full=True),
