@@ -22,16 +22,23 @@ READ_AHEAD = 1 << 26
 """Bytes that `read_ahead` asks for at a time."""
 
 
+SUFFIXES = frozenset((".json", ".jinja", ".txt", ".model", ".safetensors"))
+"""Of the files that transformers and tokenizers may read."""
+
+
 def require_directory(path: Path) -> None:
-    """Refuse a path that is no directory.
+    """Refuse a path that is no directory, and one with devices, pipes or sockets in the place of files.
 
     Raises:
-        CheckpointError: says how to download a model from the Hugging Face Hub.
+        CheckpointError: names the file, or says how to download a model from the Hugging Face Hub.
     """
     if not path.is_dir():
         raise CheckpointError(
             f"no model directory at {path}; `hf download NAME --local-dir DIR` fetches one from the Hugging Face Hub"
         )
+    for file in path.iterdir():
+        if file.suffix in SUFFIXES and file.exists() and not file.is_file() and not file.is_dir():
+            raise CheckpointError(f"{file} is no regular file")
 
 
 def refuse_adapter(path: Path) -> None:

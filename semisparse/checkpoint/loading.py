@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,18 @@ ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 
 MAX_SHOWN = 64
 """Maximum characters of a file's value in a message."""
+
+MAX_MESSAGE = 400
+"""Maximum characters of another library's message."""
+
+MAX_PATH = 4096
+"""No longer path exists on usual systems."""
+
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json"),
+)
+"""The files that hold a tokenizer's vocabulary."""
 
 NO_REMOTE_CODE = {"trust_remote_code": False}
 """Arguments with which transformers never runs Python code from a model directory."""
@@ -90,10 +103,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     require_directory(Path(path))
     read_config(path)  # transformers reads it, too, and would call its faults the tokenizer's
+    _refuse_tokenizers_elsewhere(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **NO_REMOTE_CODE)
         tokens = len(tokenizer)
     except Exception as error:  # tokenizers raises bare Exceptions on malformed files
+        if not any((Path(path) / name).exists() for name in VOCABULARIES):
+            raise _no_tokenizer(path) from error
         raise _unreadable(f"cannot load the tokenizer of {path}", error) from error
     if not isinstance(tokenizer.model_max_length, int | float):
         raise CheckpointError(
@@ -101,10 +117,31 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             "expected a number"
         )
     if tokens <= len(tokenizer.all_special_tokens):  # transformers makes one without words where there are no files
-        raise CheckpointError(
-            f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json from where the model came"
-        )
+        raise _no_tokenizer(path)
     return tokenizer
+
+
+def _no_tokenizer(path: str | Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json from where the model came"
+    )
+
+
+def _refuse_tokenizers_elsewhere(path: Path) -> None:
+    """Refuse a tokenizer_config.json that names a file outside of the directory, if it exists.
+
+    transformers 5.23 ignores such names, earlier versions read the file. Real ones are of the machine that wrote them.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    file = path / "tokenizer_config.json"
+    for key, value in read_json(file).items() if file.exists() else ():
+        if not (isinstance(value, str) and key.endswith("_file") and value.isprintable() and len(value) < MAX_PATH):
+            continue
+        other = Path(os.path.abspath(path / value))
+        if other.exists() and not other.is_relative_to(os.path.abspath(path)):
+            raise CheckpointError(f"{file} names the {key} {value}, expected a file of the directory itself")
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -247,4 +284,5 @@ def _refuse_unlike(model: PreTrainedModel, directory: ModelDirectory) -> None:
 
 
 def _unreadable(what: str, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{what}: {type(error).__name__}: {error}")
+    message = " ".join(str(error).split())  # transformers' advice has several lines
+    return CheckpointError(f"{what}: {type(error).__name__}: {message[:MAX_MESSAGE]}")

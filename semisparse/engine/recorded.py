@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from semisparse.checkpoint import open_directory, pick_device
+from semisparse.checkpoint.files import require_directory
 from semisparse.engine.bare import BareDecoder, fits, load_bare
 from semisparse.engine.blueprint import blueprint_of, record, recorded
 from semisparse.engine.decoder import Decoder
@@ -28,6 +29,7 @@ def load_recorded(path: Path, device: str, dtype: torch.dtype | None) -> tuple[B
     Raises:
         CheckpointError: the directory is incomplete or corrupted.
     """
+    require_directory(path)
     target = pick_device(device)
     if target.type == "cuda" and target.index is None:  # threads that load would each take their own current GPU
         target = torch.device("cuda", torch.cuda.current_device())

@@ -157,7 +157,7 @@ def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path):
     file = next(path.glob("*.safetensors"))
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(CheckpointError, match="is missing"):
+    with pytest.raises(CheckpointError, match="is no regular file"):
         inspect_directory(path, verify=True)
 
 

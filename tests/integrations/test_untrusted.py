@@ -17,6 +17,7 @@ import semisparse
 from semisparse.api import inspect_directory, load, load_tokenizer
 from semisparse.checkpoint import load_dense
 from semisparse.compress import Recipe
+from semisparse.engine.recorded import load_recorded
 from semisparse.errors import CheckpointError
 from semisparse.formats import Packed
 from semisparse.formats.base import get_format
@@ -63,6 +64,32 @@ def test_attention_from_elsewhere_is_refused(directory: Path):
     change_config(directory, attn_implementation="someone/kernels")
     with pytest.raises(CheckpointError, match="code from elsewhere"):
         load(directory)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja", "tokenizer.json"])
+def test_a_device_in_the_place_of_a_file_is_refused(directory: Path, name: str):
+    """Reading /dev/zero does not end."""
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to("/dev/zero")
+    for use in (load, load_tokenizer, inspect_directory, partial(load_recorded, device="cpu", dtype=None)):
+        with pytest.raises(CheckpointError, match="is no regular file"):
+            use(directory)
+
+
+def test_a_tokenizer_outside_of_the_directory_is_refused(directory: Path):
+    """transformers before 5.23 reads it; a name of a file that is not there is of another machine."""
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    shutil.copy(directory / "tokenizer.json", directory.parent / "other.json")
+    for name in ("../other.json", str(directory.parent / "other.json")):
+        file.write_text(json.dumps(config | {"tokenizer_file": name}))
+        with pytest.raises(CheckpointError, match="expected a file of the directory itself"):
+            load_tokenizer(directory)
+    file.write_text(json.dumps(config | {"tokenizer_file": "/nowhere/tokenizer.json", "vocab_file": "tokenizer.json"}))
+    load_tokenizer(directory)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer: copy tokenizer"):
+        load_tokenizer(directory)
 
 
 def test_an_adapter_that_names_another_model_is_refused(directory: Path):
