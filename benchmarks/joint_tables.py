@@ -128,6 +128,30 @@ def rounding() -> str:
     return markdown(("model", "run", *WAYS.values()), lines)
 
 
+SWITCHES = {"submodules": "`tune_units=submodules`", "swaps": "`refine=swaps`"}
+"""The changes of a run in joint.csv that are switches of pruning and tuning, with their settings."""
+
+
+def switches() -> str:
+    """KL of tuned uniform runs without and with a switch, means over the seeds and texts that both have."""
+    latest = {model: _latest(model) for model in MODELS}
+    lines = []
+    for switch, setting in SWITCHES.items():
+        bases = dict.fromkeys(
+            run.partition("+")[0] for runs in latest.values() for run in runs if run.endswith(f"+{switch}")
+        )
+        for base in bases:
+            cells = []
+            for runs in latest.values():
+                plain, changed = (runs.get(name, {}) for name in (base, f"{base}+{switch}"))
+                both = plain.keys() & changed.keys()
+                before, after = (_kl(rows[pair] for pair in both) if both else 0.0 for rows in (plain, changed))
+                change = _percent(after / before - 1) if both else ""
+                cells.append(f"{before:.4f}, {after:.4f} ({change}; {len(both)})" if both else "")
+            lines.append([setting, base, *cells])
+    return markdown(("", "", *MODELS), lines)
+
+
 def units() -> str:
     """KL of `auto` by what gets one choice, on the seeds and builds that both have."""
     lines = []
@@ -190,6 +214,7 @@ TABLES = {
     "target-mixtures": mixtures,
     "joint-uniform": uniform,
     "joint-units": units,
+    "switches": switches,
     "rounding": rounding,
     "mixed-sparsity": mixed,
 }

@@ -131,11 +131,19 @@ def fake_quantise(weight: Tensor, scale: Tensor, zero: Tensor, bits: int, size: 
     Returns:
         [N, K] float32.
     """
-    zero_point = (zero * 2.0 ** (bits - 8))[..., None]
-    scale = scale[..., None]
-    exact = split_groups(weight, size) / scale + zero_point
-    codes = straight_through(exact.round(), exact).clamp(0, 2**bits - 1)
-    return ((codes - zero_point) * scale).flatten(1)[:, : weight.shape[1]]
+    codes = straight_through_codes(weight, scale, zero, bits, size)
+    return dequantise(codes, scale, zero, bits)[:, : weight.shape[1]]
+
+
+def straight_through_codes(weight: Tensor, scale: Tensor, zero: Tensor, bits: int, size: int) -> Tensor:
+    """Return a weight's codes, [N, ceil(K / size), size] float32; arguments and gradients as in `fake_quantise`."""
+    exact = split_groups(weight, size) / scale[..., None] + (zero * 2.0 ** (bits - 8))[..., None]
+    return straight_through(exact.round(), exact).clamp(0, 2**bits - 1)
+
+
+def dequantise(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Return the values of codes [N, groups, size], [N, groups * size] float32, with gradients of all three tensors."""
+    return ((codes - (zero * 2.0 ** (bits - 8))[..., None]) * scale[..., None]).flatten(1)
 
 
 def straight_through(rounded: Tensor, exact: Tensor) -> Tensor:

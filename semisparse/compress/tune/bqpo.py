@@ -23,8 +23,14 @@ from semisparse.compress.tune.quantised import add_fake_quantisation, remove_fak
 from semisparse.compress.tune.training import TuningResult, train
 from semisparse.quant.group import GroupScales
 
-SCALE_RATE = 0.3
-"""Learning rate of scales and zero points, as a fraction of that of the weights."""
+SCALE_RATE = 8.0
+"""Learning rate of scales and zero points of b bits, as a multiple of the weights' rate over 4^b: the more codes, the
+less may each of them move."""
+
+
+CODE_RATE = 0.4
+"""Learning rate of the weights of a quantised linear layer, as a fraction of that of others: a code changes by steps of
+its own size (docs/experiments/tuning.md)."""
 
 
 def tune_decoder_layer(
@@ -191,9 +197,9 @@ def _train_linears(
     token_counts = [target.shape[:-1].numel() for target in targets]
     layer.requires_grad_(False)
     linears = {name: layer.get_submodule(name) for name in scales}
-    param_groups = [_weight_group(linear, rate) for linear in linears.values()]
+    param_groups = [_weight_group(linears[name], CODE_RATE * rate if given else rate) for name, given in scales.items()]
     trainable = {name: add_fake_quantisation(linears[name], given) for name, given in scales.items() if given}
-    param_groups += [each.param_group(SCALE_RATE * rate) for each in trainable.values()]
+    param_groups += [each.param_group(SCALE_RATE * rate / 4**each.bits) for each in trainable.values()]
     result = train(param_groups, loss, token_counts, epochs=epochs, seed=seed, progress=progress)
     for name in trainable:
         remove_fake_quantisation(linears[name])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from semisparse.nn import weight_of
-from semisparse.quant.group import GroupScales, fake_quantise, stored_groups, straight_through
+from semisparse.quant.group import GroupScales, dequantise, stored_groups, straight_through, straight_through_codes
 
 
 class TrainableScales(nn.Module):
@@ -28,7 +28,7 @@ class TrainableScales(nn.Module):
 
     def __init__(self, scales: GroupScales) -> None:
         super().__init__()
-        self._bits, self._size, self._symmetric = scales.bits, scales.size, scales.symmetric
+        self.bits, self._size, self._symmetric = scales.bits, scales.size, scales.symmetric
         self.register_buffer("scale", scales.scale)
         self.register_buffer("zero", scales.zero)
         self.log_factor = nn.Parameter(torch.zeros_like(scales.scale, dtype=torch.float32))
@@ -37,7 +37,7 @@ class TrainableScales(nn.Module):
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return scales and stored zero points, float32, rounded as they will be stored, with gradients."""
         scale = self.scale.float() * self.log_factor.exp()
-        zero = self.zero + self.shift * 2.0 ** (8 - self._bits)
+        zero = self.zero + self.shift * 2.0 ** (8 - self.bits)
         stored = straight_through(scale.to(self.scale.dtype).float(), scale)
         return stored, straight_through(zero.round(), zero).clamp(0, 255)
 
@@ -46,7 +46,7 @@ class TrainableScales(nn.Module):
     def group_scales(self) -> GroupScales:
         """The present scales and zero points, in the dtypes that they are stored in."""
         scale, zero = self()
-        return GroupScales(self._bits, self._size, scale.to(self.scale.dtype), zero, self._symmetric)
+        return GroupScales(self.bits, self._size, scale.to(self.scale.dtype), zero, self._symmetric)
 
     def param_group(self, lr: float) -> dict[str, Any]:
         """Return the parameters as an optimiser's parameter group."""
@@ -55,6 +55,10 @@ class TrainableScales(nn.Module):
 
 class _FakeQuantised(nn.Module):
     """A parametrisation that quantises and dequantises a linear layer's weight in groups; pruned weights stay zero.
+
+    Codes come from the weight and the initial scales and zero points, so that new scales do not change them: the
+    gradient of a scale is that of its codes' values. Were a weight divided by the present scale, its straight-through
+    gradient would not depend on the scale at all until codes change, and the optimiser would follow rounding errors.
 
     Pruned groups are masked. Single pruned weights need no mask: symmetric quantisation has a code for zero.
     """
@@ -67,12 +71,14 @@ class _FakeQuantised(nn.Module):
         self._bits, self._size = initial.bits, initial.size
         self._transposed = weight.stride(-1) != 1 or weight.shape != linear.get_parameter("weight").shape
         self.scales = scales
+        with torch.no_grad():
+            self._first = scales()
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the fake-quantised weight, in the shape of the linear layer's own parameter."""
         rows = weight.T if self._transposed else weight
-        scale, zero = self.scales()
-        quantised = fake_quantise(rows, scale, zero, self._bits, self._size) * self._kept
+        codes = straight_through_codes(rows, *self._first, self._bits, self._size)
+        quantised = dequantise(codes, *self.scales(), self._bits)[:, : rows.shape[1]] * self._kept
         return quantised.T if self._transposed else quantised
 
 
