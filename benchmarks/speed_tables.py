@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
+from engine_tables import NAMES
 from rows import markdown, result
 
 Row = Mapping[str, str]
@@ -141,19 +142,15 @@ def slide24_int8() -> str:
 
 
 def engine() -> str:
-    """First token, decode and weights of a whole model."""
-    names = {"dense": "dense bfloat16", "gqs w4 g16@50%": "gqs W4, g16@50%"}
-    lines = [
-        [
-            names.get(row["weights"], row["weights"]),
-            f"{float(row['first_token_ms']):.1f}",
-            f"{float(row['decode_ms']):.2f}",
-            f"{float(row['decode_tokens_per_second']):.0f}",
-            f"{float(row['weight_gb']):.1f}",
-        ]
-        for row in result("h200/engine.csv")
-    ]
-    return markdown(("weights", "first token, ms", "ms per token", "tokens per second", "weights, GB"), lines)
+    """`generate` of a whole model, in its latest call: first token, decode and weights."""
+    latest = {row["weights"]: row for row in result("h200/generate.csv") if row["generate_ms_per_token"]}
+    lines = []
+    for weights, name in NAMES.items():
+        row = next(row for of, row in latest.items() if of.split("-")[0] == weights)
+        per_token = float(row["generate_ms_per_token"])
+        times = [row["first_token_ms"], f"{per_token:.2f}", f"{1e3 / per_token:.0f}"]
+        lines.append([name, *times, f"{float(row['gigabytes']):.1f}"])
+    return markdown(("weights", "first token, ms", "ms per token", "tokens per second", "files, GB"), lines)
 
 
 README_ROWS: tuple[tuple[str, str, tuple[str, str, str] | None], ...] = (
