@@ -430,7 +430,8 @@ class Matmul:
             (own.launch.permute_ctas, 1, 1), 32 * PERMUTE_WARPS, pdl=True,
             x=x, permuted=permuted, counters=counters,
             m=own.m, k=k, column_tiles=self.permutation.weight.column_tiles, counter_count=own.launch.counters,
-            aligned=k % 2 == 0 and x.data_ptr() % 4 == 0, tokens=own.launch.tokens, early=int(constant and own.m <= MAX_EARLY_TOKENS),
+            aligned=k % 2 == 0 and x.data_ptr() % 4 == 0, tokens=own.launch.tokens,
+            early=int(constant and own.m <= MAX_EARLY_TOKENS),
         )  # fmt: skip
         return own
 
