@@ -7,7 +7,8 @@ Needs a GPU. A process per format compares a GPU that has just started with one 
 with a busy one. Here each round runs every format once, every other round in reverse order, so all see the same clock.
 The first rounds, half a second, are not counted. ``work`` is, as in blocks.py: ``step``, ``prompt``, ``eager`` and
 ``wall``; ``alone`` is ``eager`` with nothing of other formats in between. Weights with ``late`` have the same graphs,
-but GEMMs start when the kernel before the one that writes x has ended (`EARLY`), up to ``MOST_LATE`` tokens.
+but GEMMs start when the kernel before the one that writes x has ended, up to ``MOST_LATE`` tokens; without ``late``
+they start early for any number of tokens (`MAX_EARLY_TOKENS`), except as ``eager``, ``wall`` and ``alone``.
 ``--only-compile`` times nothing.
 """
 
@@ -83,9 +84,10 @@ def replaying(graph: torch.cuda.CUDAGraph, times: int, before: Callable[[], obje
 @contextmanager
 def starting(early: bool) -> Iterator[None]:
     """Capture kernels that start early, or not."""
-    before, expand_gemm.EARLY = expand_gemm.EARLY, early
+    before = expand_gemm.MAX_EARLY_TOKENS
+    expand_gemm.MAX_EARLY_TOKENS = expand_gemm.MAX_TOKENS if early else 0
     yield
-    expand_gemm.EARLY = before
+    expand_gemm.MAX_EARLY_TOKENS = before
 
 
 def stepping(backend: DecoderBackend, count: int, early: bool = True) -> Run:

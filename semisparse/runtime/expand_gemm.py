@@ -36,9 +36,11 @@ MAX_TOKENS_OF_TWO_PRODUCERS = 128
 PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 """Warps per CTA of permute_x.cu, and the (token, column tile) pairs that each warp loads at a time: kUnroll."""
 
-EARLY = True
-"""Whether a GEMM whose caller promises that no kernel on the stream writes the weight may start, and read it, while the
-kernel before the one that permutes x still runs."""
+MAX_EARLY_TOKENS = 64
+"""Maximum M of a GEMM that may start, and read its weight, while the kernel before the one that permutes x still runs,
+if its caller promises that no kernel on the stream writes the weight. Steps of 8 blocks of llama2-7b take 1.2 to 3.7 %
+less so for 32 sequences and up to 1.5 % less for 64, but 2 % more for 128; prompts of 512 tokens 2 to 4 % more
+(results/h200/blocks-turns.csv)."""
 
 PERMUTE_CTAS_PER_SM = 8
 """Maximum CTAs per SM of permute_x.cu. With one, 256 tokens of 11,008 columns took 7 us longer."""
@@ -397,7 +399,7 @@ class PermutedX:
             "tile_m": self.permutation.schedule.tile_m,
             "block": self.permutation.block,
             "counter_count": self.launch.counters,
-            "early": int(EARLY),
+            "early": int(self.m <= MAX_EARLY_TOKENS),
         }
 
 
@@ -428,7 +430,8 @@ class Matmul:
             (own.launch.permute_ctas, 1, 1), 32 * PERMUTE_WARPS, pdl=True,
             x=x, permuted=permuted, counters=counters,
             m=own.m, k=k, column_tiles=self.permutation.weight.column_tiles, counter_count=own.launch.counters,
-            aligned=k % 2 == 0 and x.data_ptr() % 4 == 0, tokens=own.launch.tokens, early=int(EARLY and constant),
+            aligned=k % 2 == 0 and x.data_ptr() % 4 == 0, tokens=own.launch.tokens,
+            early=int(constant and own.m <= MAX_EARLY_TOKENS),
         )  # fmt: skip
         return own
 
