@@ -72,13 +72,14 @@ class _FakeQuantised(nn.Module):
         self._transposed = weight.stride(-1) != 1 or weight.shape != linear.get_parameter("weight").shape
         self.scales = scales
         with torch.no_grad():
-            self._first = scales()
+            self._scale, self._zero = scales()
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the fake-quantised weight, in the shape of the linear layer's own parameter."""
         rows = weight.T if self._transposed else weight
-        codes = straight_through_codes(rows, *self._first, self._bits, self._size)
-        quantised = dequantise(codes, *self.scales(), self._bits)[:, : rows.shape[1]] * self._kept
+        codes = straight_through_codes(rows, self._scale, self._zero, self._bits, self._size)
+        scale, zero = self.scales()
+        quantised = dequantise(codes, scale, zero, self._bits)[:, : rows.shape[1]] * self._kept
         return quantised.T if self._transposed else quantised
 
 

@@ -116,7 +116,7 @@ def test_tuning_moves_symmetric_scales_and_leaves_zeros():
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_tuning_moves_the_scales_and_leaves_the_weights_quantised(architecture: str):
     """gpt2 stores its weights transposed; their groups are along K nevertheless."""
-    recipe = Recipe(pattern="g4@50%", quant="w4", prune="wanda", tune="bqpo", tune_epochs=8)
+    recipe = Recipe(pattern="g4@50%", quant="w4", prune="wanda", tune="bqpo", tune_epochs=8, tune_rate=0.3)
     untuned, tuned = (
         compress_decoder_layers(model := random_model(architecture), calibration(), each)
         for each in (replace(recipe, tune="none"), recipe)
