@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
+from semisparse.checkpoint.write import flushing
 from semisparse.errors import InputError, SemisparseError
 
 REFUSED = "refused"
@@ -103,7 +104,8 @@ def write_model(
         elif tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         try:
-            check_written(scratch, model)
+            with flushing(scratch):
+                check_written(scratch, model)
         except SemisparseError as error:
             shutil.rmtree(job / REFUSED, ignore_errors=True)
             scratch.rename(job / REFUSED)

@@ -19,7 +19,6 @@ from semisparse.checkpoint import DIGESTS
 from semisparse.compress import Choice, FinishedLayer, Journal, LayerReport, Recipe
 from semisparse.compress.journal import report_from_json, report_to_json
 from semisparse.compress.propagate import DecoderLayer
-from semisparse.errors import SemisparseError
 from semisparse.formats import Packed
 from semisparse.formats.base import WeightSpec
 from semisparse.nn import replace_linear
@@ -147,12 +146,7 @@ class PackedLayers(AbstractContextManager["PackedLayers"]):
         if self._journal:
             self._journal.save(self._part, index, _tensors(packed, exact), notes)
         if self._journal and self._mapped:
-            piece = self._journal.load(self._part, index)
-            if piece is None:
-                raise SemisparseError(
-                    f"decoder layer {index} was written and cannot be read again; is the disk damaged?"
-                )
-            packed, _, notes = _read(*piece)
+            packed, _, notes = _read(*self._journal.written(self._part, index))
         self._replace(layer, packed, notes)
 
     def put_into_model(self) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,15 +60,32 @@ def atomic_directory(out: str | Path, scratch_parent: Path | None = None) -> Ite
     try:
         yield scratch
         scratch.chmod(0o777 & ~_umask())
-        for file in scratch.rglob("*"):
-            _flush(file)
-        _flush(scratch)
+        _flush_all(scratch)
         os.replace(scratch, out)
         _flush(out.parent)
     except (OSError, SafetensorError) as error:
         raise SemisparseError(f"cannot write {out}: {error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def flushing(folder: Path) -> Iterator[None]:
+    """Flush what a folder has to disk while the ``with`` block, which adds nothing to it, runs.
+
+    Raises:
+        OSError: writing failed.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(_flush_all, folder)
+        yield
+        flushed.result()
+
+
+def _flush_all(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        _flush(file)
+    _flush(folder)
 
 
 def _umask() -> int:

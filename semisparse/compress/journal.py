@@ -24,7 +24,7 @@ from semisparse import __version__
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
-from semisparse.errors import InputError
+from semisparse.errors import InputError, SemisparseError
 from semisparse.quant.group import GroupScales
 
 FINGERPRINT = "fingerprint.json"
@@ -65,6 +65,22 @@ def fingerprint(batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device:
     }
 
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of dtypes in safetensors files."""
+
+
 class Journal:
     """A directory of finished pieces of work, for one run at a time.
 
@@ -86,7 +102,7 @@ class Journal:
         if path.exists():
             self._require_same(path, fingerprint)
         else:
-            _write(path, json.dumps(dict(fingerprint), indent=1).encode())
+            _write(path, [json.dumps(dict(fingerprint), indent=1).encode()])
 
     def load_layer(self, index: int) -> tuple[dict[str, Tensor], list[LayerReport]] | None:
         """Load the weights ([N, K], by name) and reports of a decoder layer; None if they are absent or damaged."""
@@ -127,9 +143,23 @@ class Journal:
     def save(self, part: str, index: int, tensors: Mapping[str, Tensor], notes: Any) -> None:
         """Save a finished piece of a part of the work: tensors by name, and notes that are JSON values."""
         notes_path, tensors_path = self._paths(part, index)
-        content = safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
-        _write(tensors_path, content)
-        _write(notes_path, json.dumps({"checksum": _checksum([content], notes), "notes": notes}).encode())
+        content = _safetensors(tensors)
+        with ThreadPoolExecutor(1) as pool:  # a decoder layer takes as long to hash as to write
+            checksum = pool.submit(_checksum, content, notes)
+            _write(tensors_path, content)
+        _write(notes_path, [json.dumps({"checksum": checksum.result(), "notes": notes}).encode()])
+
+    def written(self, part: str, index: int) -> tuple[dict[str, Tensor], Any]:
+        """Return a piece that this process has written, mapped into memory; its checksum is not compared again.
+
+        Raises:
+            SemisparseError: it cannot be read.
+        """
+        notes_path, tensors_path = self._paths(part, index)
+        try:
+            return safetensors.torch.load_file(tensors_path), json.loads(notes_path.read_bytes())["notes"]
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise SemisparseError(f"{tensors_path} was written and cannot be read again: {error}") from error
 
     def _paths(self, part: str, index: int) -> tuple[Path, Path]:
         stem = self._directory / f"{part}-{index:04d}"
@@ -221,7 +251,25 @@ def report_from_json(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: 
     return LayerReport(**{**notes, "scales": scales})
 
 
-def _checksum(content: Iterable[bytes], notes: Any) -> str:
+def _safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Return the parts of a safetensors file: the header, and tensors as they are in memory.
+
+    `safetensors.torch.save` copies them twice and holds Python's lock meanwhile, so that the next decoder layer waits.
+    """
+    if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
+        return [safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})]
+    header, parts, end = dict[str, Any](), list[bytes | memoryview](), 0
+    # The widest numbers first: then each tensor begins at a multiple of its numbers' size.
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        parts.append(_bytes(tensor))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def _checksum(content: Iterable[bytes | memoryview], notes: Any) -> str:
     checksum = hashlib.sha256()
     for part in content:
         checksum.update(part)
@@ -237,11 +285,12 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: Iterable[bytes | memoryview]) -> None:
     """Write a file atomically and durably: whenever the process or the machine stops, it is whole or absent."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
-            file.write(content)
+            for part in content:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
             os.replace(file.name, path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from semisparse.compress import (
@@ -22,8 +23,8 @@ from semisparse.compress import (
     open_journal,
     weights_digest,
 )
-from semisparse.compress.journal import PARTS, recorded_parts
-from semisparse.errors import InputError
+from semisparse.compress.journal import DTYPES, PARTS, recorded_parts
+from semisparse.errors import InputError, SemisparseError
 from tests.compress.checking import Interrupted, equal_weights
 from tests.forked import exit_code
 from tests.models import VOCABULARY, random_model
@@ -224,3 +225,41 @@ def test_a_resumed_run_keeps_the_parts_of_its_sums(tmp_path: Path):
     assert recorded_parts(tmp_path) is None
     Journal(tmp_path, {PARTS: "16"})
     assert recorded_parts(tmp_path) == 16
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16])
+def test_a_piece_is_a_safetensors_file(dtype: torch.dtype, tmp_path: Path):
+    """With tensors of any dtype, of no elements and of no dimension. One dtype is left to safetensors."""
+    numbers = torch.arange(24).to(dtype)
+    tensors = {
+        "b": numbers.view(4, 6).clone(),
+        "columns": numbers.view(4, 6).T,
+        "one": numbers[3].clone(),
+        "none": numbers[:0].view(0, 3).clone(),
+        "masks": torch.tensor([[True, False, True]]),
+        "a": torch.arange(3, dtype=torch.float64),
+    }
+    journal = Journal(tmp_path, {})
+    journal.save("part", 0, tensors, {"a": 1})
+    with safe_open(tmp_path / "part-0000.safetensors", "pt") as file:  # safetensors checks the header
+        assert set(file.keys()) == set(tensors)
+    for found, notes in (journal.written("part", 0), journal.load("part", 0) or ({}, None)):
+        assert notes == {"a": 1}
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype
+            assert found[name].shape == tensor.shape
+            assert torch.equal(bytes_of(found[name]), bytes_of(tensor)), name
+            assert found[name].data_ptr() % tensor.element_size() == 0
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_a_piece_that_cannot_be_read_again(tmp_path: Path):
+    journal = Journal(tmp_path, {})
+    journal.save("part", 0, {"a": torch.zeros(3)}, None)
+    cut(tmp_path / "part-0000.safetensors")
+    with pytest.raises(SemisparseError, match=r"part-0000\.safetensors was written and cannot be read again"):
+        journal.written("part", 0)
