@@ -200,7 +200,7 @@ class FileLayers:
 def _find_layers(path: Path) -> dict[str, _Layer]:
     """Return what is to be read, in the order of the files."""
     config = read_json(path / "config.json")
-    digests, dense = dict(_declared(config)), dense_digests(config)
+    digests, dense = dict(_declared(config)), dense_digests(config.get("quantization_config"))
     layers: dict[str, _Layer] = {}
     for file in weight_files(path):
         for tensor, matrix, begin, end in _tensors(file):
@@ -213,11 +213,18 @@ def _find_layers(path: Path) -> dict[str, _Layer]:
     return {name: layer for name, layer in layers.items() if layer.nbytes <= MEMORY}
 
 
-def dense_digests(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the digests of the tensors outside of packed layers, by their names on disk; empty if there are none."""
-    block = config.get("quantization_config")
-    digests = block.get(DIGESTS) if isinstance(block, Mapping) else None
-    return digests if isinstance(digests, Mapping) else {}
+def dense_digests(block: Any) -> Mapping[str, str]:
+    """Return the digests of the tensors outside of packed layers, by their names on disk.
+
+    Args:
+        block: the ``quantization_config`` block, or None.
+    Raises:
+        CheckpointError: they are no object with text.
+    """
+    digests = block.get(DIGESTS, {}) if isinstance(block, Mapping) else {}
+    if not isinstance(digests, Mapping) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise CheckpointError("the digests under quantization_config in config.json are no object of texts")
+    return digests
 
 
 def _declared(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, bool]]]:

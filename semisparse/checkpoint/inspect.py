@@ -13,6 +13,9 @@ from semisparse.checkpoint.file_layers import DIGESTS, THREADS, FileLayers, dens
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, bytes_on_gpu, get_format
 
+MAX_SHOWN = 200
+"""Maximum characters of a tensor's name in a message."""
+
 
 def describe(
     directory: ModelDirectory,
@@ -49,7 +52,7 @@ def describe(
         if name.endswith(".weight") and len(header.shape) == 2 and name.removesuffix(".weight") not in directory.layers
     ]
 
-    digests = dense_digests(directory.config) if verify else {}
+    digests = dense_digests(directory.config.get("quantization_config")) if verify else {}
 
     def row_of(name: str) -> dict[str, Any]:
         if name in directory.layers:
@@ -120,7 +123,9 @@ def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str
 def _dense_row(directory: ModelDirectory, name: str, layers: FileLayers | None, declared: Any) -> dict[str, Any]:
     """Describe a dense tensor, once it has been compared with its digest, if it has one."""
     if name not in directory.headers:
-        raise CheckpointError(f"tensor {name} is missing from the safetensors files; config.json has its digest")
+        raise CheckpointError(
+            f"tensor {name[:MAX_SHOWN]} is missing from the safetensors files; config.json has its digest"
+        )
     with layers.held(name) if layers else nullcontext() as stored:
         weight = directory.tensor(name, stored) if stored else directory.read(name)
         if declared is not None:

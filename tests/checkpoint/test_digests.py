@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,13 @@ def test_every_other_tensor_has_one_too(directory: Path, tmp_path: Path):
             inspect_directory(directory, verify=True)
         flip(directory, name)
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"]["digests"]["lost"] = "0"
+    for digests in (5, ["lost"], {"lost": 0}):
+        config["quantization_config"]["digests"] = digests
+        (directory / "config.json").write_text(json.dumps(config))
+        for use in (load, inspect_directory, partial(inspect_directory, verify=True)):
+            with pytest.raises(CheckpointError, match=r"the digests .* are no object of texts"):
+                use(directory)
+    config["quantization_config"]["digests"] = {"lost": "0"}
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="tensor lost is missing from the safetensors files"):
         inspect_directory(directory, verify=True)
