@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from semisparse import checkpoint
 from semisparse.checkpoint.write import flushing
 from semisparse.errors import InputError, SemisparseError
+from semisparse.integrations.transformers import add_dense_digests
 
 REFUSED = "refused"
 """Folder in a job directory for a model that was written but does not load again."""
@@ -99,6 +100,7 @@ def write_model(
     """
     with checkpoint.atomic_directory(out, scratch_parent=job) as scratch:
         model.save_pretrained(scratch)
+        add_dense_digests(model, scratch)
         if source is not None:
             copy_other_files(source, scratch)
         elif tokenizer is not None:

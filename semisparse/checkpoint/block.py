@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from semisparse.checkpoint.file_layers import dense_digests
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, WeightSpec, get_format
 
@@ -80,7 +81,8 @@ def read_block(block: Any) -> dict[str, Packed]:
     """Return every compressed layer of a block, as `read_entry` does, by module name, layer 10 after layer 9.
 
     Raises:
-        CheckpointError: the block is no object or another library's, its version is unknown, or an entry is unreadable.
+        CheckpointError: the block is no object or another library's, its version is unknown, or an entry or the
+            digests are unreadable.
     """
     if not isinstance(block, Mapping):
         raise CheckpointError(f"quantization_config in config.json is {type(block).__name__}, expected a JSON object")
@@ -94,6 +96,7 @@ def read_block(block: Any) -> dict[str, Packed]:
         raise CheckpointError(
             f"checkpoint version {block.get('version')!r} is unknown; this semisparse reads version {VERSION}"
         )
+    dense_digests(block)
     layers = block.get("layers")
     if not isinstance(layers, Mapping):
         raise CheckpointError("config.json has no table of layers under quantization_config")

@@ -1,4 +1,4 @@
-"""Digests of packed tensors in the config block: they detect damage but do not protect against an attacker."""
+"""Digests of tensors in the config block: they detect damage but do not protect against an attacker."""
 
 from __future__ import annotations
 
@@ -54,8 +54,17 @@ def check_digests(
     blake = is_blake2b(declared)
     for tensor, values in tensors.items():
         digest = computed.get(tensor) or digest_of(values, blake)
-        if digest != declared[tensor]:
-            raise CheckpointError(
-                f"tensor {name}.{tensor} has the digest {digest}, config.json declares {str(declared[tensor])[:64]}: "
-                "the file is damaged or was changed; fetch or write it again"
-            )
+        check_digest(f"{name}.{tensor}", digest, declared[tensor])
+
+
+def check_digest(name: str, digest: str, declared: Any) -> None:
+    """Compare a tensor's digest with the one in config.json.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if digest != declared:
+        raise CheckpointError(
+            f"tensor {name} has the digest {digest}, config.json declares {str(declared)[:64]}: the file is damaged or "
+            "was changed; fetch or write it again"
+        )

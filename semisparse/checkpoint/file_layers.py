@@ -25,7 +25,8 @@ from semisparse.checkpoint.ring import Part, Ring
 from semisparse.errors import CheckpointError
 
 DIGESTS = "digests"
-"""Key of {tensor name: digest} in a layer's entry. An entry without it is written back without it."""
+"""Key of {tensor name: digest} in a layer's entry, and in the block, which has the tensors outside of packed layers by
+their names on disk. What is without it is written back without it."""
 
 BLAKE2B_DIGITS = 32
 """Hexadecimal digits of the BLAKE2b digests that earlier builds wrote. Digests are now SHA-256, of 64 digits: a core
@@ -101,7 +102,8 @@ class _Layer:
 
 
 class FileLayers:
-    """Compressed layers and dense two-dimensional weights of a model directory, read in the background until `stop`.
+    """Compressed layers, dense two-dimensional weights and other tensors with digests of a model directory, read in the
+    background until `stop`.
 
     What cannot be read is not held here: `open_directory` reads the same files and says what is wrong with them.
     Layers larger than `MEMORY` are not held either.
@@ -197,17 +199,32 @@ class FileLayers:
 
 def _find_layers(path: Path) -> dict[str, _Layer]:
     """Return what is to be read, in the order of the files."""
-    digests = dict(_declared(read_json(path / "config.json")))
+    config = read_json(path / "config.json")
+    digests, dense = dict(_declared(config)), dense_digests(config.get("quantization_config"))
     layers: dict[str, _Layer] = {}
     for file in weight_files(path):
         for tensor, matrix, begin, end in _tensors(file):
             owner = tensor.rpartition(".")[0]
-            if owner not in digests and not (matrix and tensor.endswith(".weight")):
+            if owner not in digests and tensor not in dense and not (matrix and tensor.endswith(".weight")):
                 continue
             layer = layers.setdefault(owner if owner in digests else tensor, _Layer())
             layer.ranges.append(_Range(tensor, file, begin, end))
-            layer.digests = digests.get(owner, {})
+            layer.digests = digests.get(owner) or ({tensor: False} if tensor in dense else {})
     return {name: layer for name, layer in layers.items() if layer.nbytes <= MEMORY}
+
+
+def dense_digests(block: Any) -> Mapping[str, str]:
+    """Return the digests of the tensors outside of packed layers, by their names on disk.
+
+    Args:
+        block: the ``quantization_config`` block, or None.
+    Raises:
+        CheckpointError: they are no object with text.
+    """
+    digests = block.get(DIGESTS, {}) if isinstance(block, Mapping) else {}
+    if not isinstance(digests, Mapping) or not all(isinstance(digest, str) for digest in digests.values()):
+        raise CheckpointError("the digests under quantization_config in config.json are no object of texts")
+    return digests
 
 
 def _declared(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, bool]]]:

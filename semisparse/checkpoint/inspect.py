@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
-from semisparse.checkpoint.digests import check_digests
+from semisparse.checkpoint.digests import check_digest, check_digests, digest_of
 from semisparse.checkpoint.directory import ModelDirectory
-from semisparse.checkpoint.file_layers import DIGESTS, THREADS, FileLayers
+from semisparse.checkpoint.file_layers import DIGESTS, THREADS, FileLayers, dense_digests
 from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.formats.base import Packed, bytes_on_gpu, get_format
+
+MAX_SHOWN = 200
+"""Maximum characters of a tensor's name in a message."""
 
 
 def describe(
@@ -24,7 +27,7 @@ def describe(
 
     Args:
         directory: dense or compressed, as `open_directory` returns it.
-        verify: whether to validate every packed tensor, and to compare it with its digest.
+        verify: whether to validate every packed tensor, and to compare tensors with their digests.
         progress: called with (layers done, all layers).
         layers: the layers that are read already, or being read, if they are verified.
     Returns:
@@ -49,14 +52,17 @@ def describe(
         if name.endswith(".weight") and len(header.shape) == 2 and name.removesuffix(".weight") not in directory.layers
     ]
 
+    digests = dense_digests(directory.config.get("quantization_config")) if verify else {}
+
     def row_of(name: str) -> dict[str, Any]:
         if name in directory.layers:
             packed = _verify(directory, name, entries[name], layers) if verify else directory.layers[name]
             return _packed_row(name, packed, entries[name])
-        return _dense_row(directory, name, layers)
+        return _dense_row(directory, name, layers, digests.get(name))
 
     order = {name: at for at, name in enumerate(layers.names if layers else ())}
-    names, rows = sorted((*directory.layers, *dense), key=lambda name: order.get(name, len(order))), {}
+    others = [name for name in digests if name not in dense]  # norms and biases, which have no row
+    names, rows = sorted((*directory.layers, *dense, *others), key=lambda name: order.get(name, len(order))), {}
     with ThreadPoolExecutor(THREADS) as pool:
         for name, row in zip(names, pool.map(row_of, names), strict=True):
             rows[name] = row
@@ -114,9 +120,16 @@ def _packed_row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str
     }
 
 
-def _dense_row(directory: ModelDirectory, name: str, layers: FileLayers | None) -> dict[str, Any]:
+def _dense_row(directory: ModelDirectory, name: str, layers: FileLayers | None, declared: Any) -> dict[str, Any]:
+    """Describe a dense tensor, once it has been compared with its digest, if it has one."""
+    if name not in directory.headers:
+        raise CheckpointError(
+            f"tensor {name[:MAX_SHOWN]} is missing from the safetensors files; config.json has its digest"
+        )
     with layers.held(name) if layers else nullcontext() as stored:
         weight = directory.tensor(name, stored) if stored else directory.read(name)
+        if declared is not None:
+            check_digest(name, (stored and stored[name].digest) or digest_of(weight), declared)
         nonzero = int(weight.count_nonzero())
     return {
         "name": name.removesuffix(".weight"),

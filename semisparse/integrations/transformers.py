@@ -6,7 +6,7 @@ Importing this module registers the checkpoint format. ``import semisparse`` imp
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from semisparse.checkpoint import (
     refuse_integers,
     refuse_unstored,
 )
+from semisparse.checkpoint.files import weight_files
 from semisparse.errors import CheckpointError, InputError, SemisparseError
-from semisparse.integrations.names import model_layers, stored_layers
+from semisparse.integrations.names import model_keys, model_layers, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
 from semisparse.nn import SparseLinear, dequantise_layers, prepare_experts, replace_linear
 from semisparse.nn.sparse_experts import EXPERT_LAYER
@@ -90,6 +91,20 @@ class SemisparseConfig(QuantizationConfigMixin):
                 entries[name][DIGESTS] = {}
         for (name, tensor), digest in digests_of(tensors, {key for key in tensors if key[0] in blake}).items():
             entries[name][DIGESTS][tensor] = digest
+        dense = self._block.pop(DIGESTS, None)
+        if dense is not None and state is None:  # ranks hold slices of dense tensors, which transformers gathers later
+            self.renew_dense_digests(model, dense)
+
+    def renew_dense_digests(self, model: PreTrainedModel, stored: Iterable[str]) -> None:
+        """Recompute the digests of tensors outside of packed layers.
+
+        Args:
+            model: contains the tensors.
+            stored: their names on disk. Those that transformers splits or fuses get no digest.
+        """
+        own = model.state_dict()
+        names = {key: name for key, name in model_keys(model, stored).items() if name in own}
+        self._block[DIGESTS] = digests_of({key: own[name] for key, name in names.items()})
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self._block)
@@ -225,6 +240,19 @@ def _refuse_other_directories(files: list[Path], directory: Path) -> None:
 def sparse_layers(model: nn.Module) -> dict[str, SparseLinear]:
     """Return a model's compressed layers by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
+
+
+def add_dense_digests(model: PreTrainedModel, directory: Path) -> None:
+    """Write digests of the tensors outside of packed layers to config.json.
+
+    Args:
+        model: the compressed model.
+        directory: as the model's ``save_pretrained`` wrote it.
+    """
+    config = model.config.quantization_config
+    headers = read_headers(weight_files(directory))
+    config.renew_dense_digests(model, [key for key in headers if key.rpartition(".")[0] not in config.layer_names])
+    model.config.save_pretrained(directory)
 
 
 def mark_compressed(model: PreTrainedModel, block: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,33 @@ def test_every_packed_tensor_has_the_digest_of_its_bytes(directory: Path):
         for tensor, digest in entry["digests"].items():
             octets = tensors[f"{name}.{tensor}"].view(torch.uint8).numpy().tobytes()
             assert digest == hashlib.sha256(octets).hexdigest()
+
+
+def test_every_other_tensor_has_one_too(directory: Path, tmp_path: Path):
+    """A changed bit of any stored tensor is found; a model that is cast has the digests of what is written then."""
+    packed = {f"{name}.{tensor}" for name, entry in layers_of(directory).items() for tensor in entry["digests"]}
+    others = sorted(set(load_file(directory / "model.safetensors")) - packed)
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(others)
+    assert sorted(json.loads((directory / "config.json").read_text())["quantization_config"]["digests"]) == others
+    assert inspect_directory(directory, verify=True)["verified"]
+    AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).save_pretrained(tmp_path / "cast")
+    inspect_directory(tmp_path / "cast", verify=True)
+    for name in others:
+        flip(directory, name)
+        with pytest.raises(CheckpointError, match=rf"tensor {name} has the digest .* the file is damaged"):
+            inspect_directory(directory, verify=True)
+        flip(directory, name)
+    config = json.loads((directory / "config.json").read_text())
+    for digests in (5, ["lost"], {"lost": 0}):
+        config["quantization_config"]["digests"] = digests
+        (directory / "config.json").write_text(json.dumps(config))
+        for use in (load, inspect_directory, partial(inspect_directory, verify=True)):
+            with pytest.raises(CheckpointError, match=r"the digests .* are no object of texts"):
+                use(directory)
+    config["quantization_config"]["digests"] = {"lost": "0"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="tensor lost is missing from the safetensors files"):
+        inspect_directory(directory, verify=True)
 
 
 def as_earlier_builds_wrote_them(directory: Path) -> None:
