@@ -30,22 +30,23 @@ LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
 PROFILED_STEPS, STEP = 32, "step"
 
-UNFUSED = {"additional_config": {"semisparse_fusion": False}}
+UNFUSED = {"additional_config": {"semisparse_fusion": False, "semisparse_attention": False}}
+FLASH = {"additional_config": {"semisparse_attention": False}}
 FEW_SPLITS = {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 4}}
 ONE_SPLIT = {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "-unfused-few-splits": {**UNFUSED, **FEW_SPLITS},
-    "-few-splits": FEW_SPLITS,
-    "-one-split": ONE_SPLIT,
-    "-own-attention": {"attention_config": {"backend": "CUSTOM"}},
+    "-few-splits": {**FLASH, **FEW_SPLITS},
+    "-one-split": {**FLASH, **ONE_SPLIT},
+    "-flash-attention": FLASH,
     "-unfused": UNFUSED,
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
     "-keep-dense": {"additional_config": {"semisparse_keep_dense": ["*"]}},
 }
 """Endings of columns, and the engine arguments that they stand for: FlashAttention takes the keys in at most 4 parts
-instead of 32, without and with fused matmuls; the keys in one part, so that no kernel combines parts; the engine's
-attention kernel for one and two sequences; no fused matmuls; vLLM's own kernel for attention; dense copies of all
+instead of 32, without and with fused matmuls; the keys in one part, so that no kernel combines parts; FlashAttention
+for one and two sequences too; that, and no fused matmuls; vLLM's own kernel for attention; dense copies of all
 weights."""
 
 WHOLE = ("", "-keep-dense")

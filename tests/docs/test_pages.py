@@ -303,7 +303,7 @@ def test_vllm(workdir: Path):
         {},
         {},
         {"semisparse_fusion": False},
-        {"semisparse_attention": True},
+        {"semisparse_attention": False},
         {"semisparse_keep_dense": ["*"]},
     )
     for words, count, wanted in zip(served, (1, 2, 1, 1, 1), settings, strict=True):

@@ -406,7 +406,7 @@ def test_code_compiled_for_other_formats_is_not_taken_for_a_directory_written_an
     [
         ({}, True),
         ({"wanted": False}, False),
-        ({"wanted": None}, False),
+        ({"wanted": None}, True),
         ({"backend": "TRITON_ATTN"}, False),
         ({"capability": (8, 0)}, False),
         ({"dtype": torch.float32}, False),

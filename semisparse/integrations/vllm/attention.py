@@ -1,6 +1,7 @@
 """Whether vLLM's decode steps of one and two sequences run the engine's attention kernel.
 
-The backend is `semisparse.api.vllm_attention`. vLLM takes it for every model with ``--attention-backend CUSTOM``.
+The backend is `semisparse.api.vllm_attention`. ``--additional-config '{"semisparse_attention": false}'`` leaves vLLM's
+own; ``--attention-backend CUSTOM`` takes it for every model.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def register_attention() -> None:
 
 
 def choose_attention(vllm_config: VllmConfig) -> bool:
-    """Let vLLM take the backend where the setting asks for it and vLLM would take FlashAttention; return whether.
+    """Let vLLM take the backend where vLLM would take FlashAttention on a Hopper GPU; return whether.
 
     vLLM asks for its backend after that for a layer's linear layers. It refuses a backend that is named and cannot
     compute a model, so none is named where FlashAttention could not.
@@ -43,7 +44,7 @@ def choose_attention(vllm_config: VllmConfig) -> bool:
     Raises:
         InputError: the setting is neither true nor false.
     """
-    wanted, custom = wants(vllm_config, ATTENTION, False), AttentionBackendEnum.CUSTOM
+    wanted, custom = wants(vllm_config, ATTENTION, True), AttentionBackendEnum.CUSTOM
     attention, model = vllm_config.attention_config, vllm_config.model_config
     if not wanted or attention.backend is not None or not current_platform.is_cuda():
         return False

@@ -14,7 +14,7 @@ FUSION = "semisparse_fusion"
 """false: norms, residuals and SiLU are not fused into packed matmuls."""
 
 ATTENTION = "semisparse_attention"
-"""true: decode steps of one and two sequences run the engine's attention kernel instead of FlashAttention."""
+"""false: decode steps of one and two sequences do not run the engine's attention kernel but vLLM's."""
 
 KEEP_DENSE = "semisparse_keep_dense"
 """Glob patterns of the checkpoint's layers that get dense copies, such as ``["*.down_proj"]`` or ``["*"]``."""
