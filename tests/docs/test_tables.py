@@ -1,5 +1,6 @@
 """The tables on the pages are what the CSV files give, and a figure that differs is found."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -21,18 +22,8 @@ def test_every_table_is_on_a_page(tables):
     assert sorted(shown) == sorted(tables.TABLES)
 
 
-@pytest.mark.parametrize(
-    ("page", "figure", "wrong"),
-    [
-        ("docs/performance.md", "| 1.44-1.72 |", "| 1.44-1.73 |"),
-        ("docs/performance.md", "| 565 |", "| 566 |"),
-        ("docs/quality.md", "1.107 / 0.234", "1.107 / 0.233"),
-        ("README.md", "| 0.034 |", "| 0.033 |"),
-    ],
-)
-def test_a_figure_that_differs_from_its_csv_fails(
-    page: str, figure: str, wrong: str, tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("page", ["docs/performance.md", "docs/quality.md", "README.md"])
+def test_a_figure_that_differs_from_its_csv_fails(page: str, tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in tables.PAGES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
@@ -40,8 +31,10 @@ def test_a_figure_that_differs_from_its_csv_fails(
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     tables.main()
     text = (tmp_path / page).read_text()
-    assert figure in text
-    (tmp_path / page).write_text(text.replace(figure, wrong))
+    marked = list(tables.MARKED.finditer(text))[-1]
+    digit = marked.start() + re.search(r"\d (?=\|)", marked[0]).start()  # the last of a cell's figure
+    wrong = text[:digit] + str(9 - int(text[digit])) + text[digit + 1 :]
+    (tmp_path / page).write_text(wrong)
     with pytest.raises(SystemExit, match="tables that differ"):
         tables.main()
-    assert wrong in (tmp_path / page).read_text()
+    assert (tmp_path / page).read_text() == wrong
