@@ -261,11 +261,9 @@ def constant_linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Te
         KernelError: no kernel can compute the matmul.
     """
     product = _prepared(structure_of(packed.spec), "auto", bucket_of(len(x)), x.dtype, packed.device)
-    return (
-        product.run(product.permuted(x), packed, bias)
-        if isinstance(product, PermutingProduct)
-        else product(x, packed, bias)
-    )
+    if isinstance(product, PermutingProduct):
+        return product(product.permuted(x), packed, bias)
+    return product(x, packed, bias)
 
 
 def prepare_product(packed: Packed, m: int, dtype: torch.dtype) -> None:

@@ -38,7 +38,7 @@ PERMUTE_WARPS, PERMUTE_UNROLL = 4, 3
 
 MAX_EARLY_TOKENS = 64
 """Maximum M of a GEMM that may start, and read its weight, while the kernel before the one that permutes x still runs,
-if its caller promises that no kernel on the stream writes the weight. Steps of 8 blocks of llama2-7b take 1.2 to 3.7 %
+if its caller promises that no kernel on the stream writes the weight. Steps of 8 blocks of llama2-7b take 1.4 to 3.7 %
 less so for 32 sequences and up to 1.5 % less for 64, but 2 % more for 128; prompts of 512 tokens 2 to 4 % more
 (results/h200/blocks-turns.csv)."""
 
