@@ -213,7 +213,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
         mbarrier_init(weight_pipeline.full(thread), Weights::kProducers), mbarrier_init(weight_pipeline.empty(thread), kReleases);
         fence_mbarrier_init();
     }
-    if (SPLIT_IN_CLUSTER && thread < kConsumerWarps) received.expect(thread);
+    if (SPLIT_IN_CLUSTER && thread < kConsumerWarps) received.init(thread);
     if constexpr (CLUSTER > 1) barrier_cluster_sync();
     else __syncthreads();
 
@@ -229,6 +229,7 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     } else {
         constexpr int kLeft = (kRegisters * kThreads - Weights::kProducerRegisters * kProducerThreads) / kConsumerThreads / 8 * 8;
         setmaxnreg_inc<kLeft < kMostRegisters ? kLeft : kMostRegisters>();
+        if (SPLIT_IN_CLUSTER && lane == 0) received.expect(warp);
         consume(weights, operands, memory, x_pipeline, x_stages, received, work, range, first, last, warp, lane);
     }
     if constexpr (CLUSTER > 1) barrier_cluster_sync();  // a CTA must not exit while another may multicast into it

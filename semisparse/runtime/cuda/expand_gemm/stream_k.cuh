@@ -197,12 +197,16 @@ struct Received {
         return partials + ((part * kConsumerWarps + warp) * kShareGroups * kWarpSize + lane) * 16;
     }
     __device__ __forceinline__ Word mbarrier(int warp) const { return mbarriers + warp * 8; }
-    // By a thread, before other CTAs can store here.
+    // By a thread, before the CTA's first barrier.
+    __device__ __forceinline__ void init(int warp) const {
+        mbarrier_init(mbarrier(warp), 1);
+        fence_mbarrier_init();
+    }
+    // By a lane of `warp`, behind that barrier (racecheck reports an arrival before it) and before the cluster's, after which
+    // other CTAs store here.
     __device__ __forceinline__ void expect(int warp) const {
         const int part = cluster_ctarank();
         const int groups = (part + 1) * kTokenGroups / kRangesPerTile - part * kTokenGroups / kRangesPerTile;
-        mbarrier_init(mbarrier(warp), 1);
-        fence_mbarrier_init();
         mbarrier_arrive_expect_tx(mbarrier(warp), (kRangesPerTile - 1) * groups * kWarpSize * 16);
     }
 };
