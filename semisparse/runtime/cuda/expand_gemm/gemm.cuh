@@ -204,16 +204,19 @@ __device__ __forceinline__ void expand_gemm(const Weights& weights, const Operan
     const StreamMemory memory{weight_stages, extra, weight_pipeline};
     const Received received{x_stages, mbarriers + (X_STAGES * kXSlices + STAGES) * 16};
     static_assert(kReceivedBytes <= X_STAGES * kXBytes + kWeightBytes, "the received partials do not fit");
-    const int thread = threadIdx.x;
-    if (thread < X_STAGES * kXSlices) {
-        mbarrier_init(x_pipeline.full(thread), 1), mbarrier_init(x_pipeline.empty(thread), CLUSTER * kReleases);
+    // One thread initialises all mbarriers. Where a thread of a warp initialised each of its own, racecheck reported them (sanitizers.md).
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < X_STAGES * kXSlices; ++i) {
+            mbarrier_init(x_pipeline.full(i), 1), mbarrier_init(x_pipeline.empty(i), CLUSTER * kReleases);
+        }
+        for (int i = 0; i < STAGES; ++i) {
+            mbarrier_init(weight_pipeline.full(i), Weights::kProducers), mbarrier_init(weight_pipeline.empty(i), kReleases);
+        }
+        if (SPLIT_IN_CLUSTER) {
+            for (int i = 0; i < kConsumerWarps; ++i) mbarrier_init(received.mbarrier(i), 1);
+        }
         fence_mbarrier_init();
     }
-    if (thread < STAGES) {
-        mbarrier_init(weight_pipeline.full(thread), Weights::kProducers), mbarrier_init(weight_pipeline.empty(thread), kReleases);
-        fence_mbarrier_init();
-    }
-    if (SPLIT_IN_CLUSTER && thread < kConsumerWarps) received.init(thread);
     if constexpr (CLUSTER > 1) barrier_cluster_sync();
     else __syncthreads();
 

@@ -197,12 +197,7 @@ struct Received {
         return partials + ((part * kConsumerWarps + warp) * kShareGroups * kWarpSize + lane) * 16;
     }
     __device__ __forceinline__ Word mbarrier(int warp) const { return mbarriers + warp * 8; }
-    // By a thread, before the CTA's first barrier.
-    __device__ __forceinline__ void init(int warp) const {
-        mbarrier_init(mbarrier(warp), 1);
-        fence_mbarrier_init();
-    }
-    // By a lane of `warp`, behind that barrier (racecheck reports an arrival before it) and before the cluster's, after which
+    // By a lane of `warp`, after the CTA's first barrier (racecheck reports an arrival before it) and before the cluster's, behind which
     // other CTAs store here.
     __device__ __forceinline__ void expect(int warp) const {
         const int part = cluster_ctarank();
