@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
         with FileLock(job / "lock", timeout=0):
             if unfinished:
                 raise InputError(f"{job} holds an unfinished run; go on with --resume, or delete it")
+            _remove_half_written(job)
             try:
                 yield job
             except BaseException:
@@ -80,6 +81,19 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
         raise InputError(f"another run is writing to {out}; wait for it or choose another --out") from error
     except OSError as error:
         raise SemisparseError(f"cannot write {job}: {error}") from error
+
+
+def _remove_half_written(job: Path) -> None:
+    """Remove what a process that was killed left of the files that it was writing: a model has gigabytes of them.
+
+    Files and directories are written under names that begin with a point, and then renamed.
+    """
+    for leftover in job.glob(".*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                leftover.unlink()
 
 
 def write_model(

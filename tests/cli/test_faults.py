@@ -301,6 +301,10 @@ def test_a_kill_while_saving_leaves_no_output_directory(run: Run, model: Path, t
     assert exit_code(run_until_saved, arguments) == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out.partial"]
     assert not (tmp_path / "out.partial" / "config.json").exists()
+    (tmp_path / "out.partial" / ".block-0001.safetensors.half").write_bytes(b"half")
+    assert exit_code(run_until_saved, [*arguments, "--resume"]) == -signal.SIGKILL
+    left = [path.name for path in (tmp_path / "out.partial").glob(".*")]
+    assert len(left) == 1, f"half-written files of the first run are still there: {left}"
     assert run(*arguments, "--resume").status == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
