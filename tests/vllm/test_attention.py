@@ -72,6 +72,16 @@ def test_two_sequences_attend_to_their_pages_and_write_to_them(attend):
     assert found[2].isnan().all()
 
 
+def test_graphs_of_decode_steps_serve_no_other_steps():
+    """vLLM captures the graphs of `FULL` with a token per sequence, and takes that mode if the backend allows it."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from semisparse.api.vllm_attention import DecodeAttentionBackend
+
+    support = DecodeAttentionBackend.get_builder_cls().get_cudagraph_support(None, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"max_query_len": 2}, {"num_actual_tokens": 3}, {"use_cascade": True}, {"causal": False}],
