@@ -13,13 +13,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 
 from semisparse.engine.attention import Heads, PagedKernel, Pages, paged_kernel
 
 MAX_SEQUENCES = 2
 """Steps of more sequences are FlashAttention's, which divides their work better."""
+
+
+class DecodeAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """vLLM's `FlashAttentionMetadataBuilder`: a graph of decode steps serves no others.
+
+    vLLM captures the graphs of all steps (``cudagraph_mode`` ``FULL``) with one token per sequence. The graph of two
+    tokens would contain the engine's kernel, and a step of two tokens of one sequence may be no step of two sequences.
+    So vLLM takes ``FULL_AND_PIECEWISE``, its default, instead.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
 class DecodeAttentionBackend(FlashAttentionBackend):
@@ -35,6 +50,10 @@ class DecodeAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
         return DecodeAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return DecodeAttentionMetadataBuilder
 
 
 class DecodeAttentionImpl(FlashAttentionImpl):

@@ -64,6 +64,9 @@ MAX_GROUP = 8
 ROPE_THREADS = 128
 """Threads per CTA of rope.cu."""
 
+WARPS = 4
+"""Warps per CTA of attention.cu, but for unsplit positions of one query head per CTA."""
+
 MIN_SPLIT = 64
 """Minimum positions per split of attention.cu."""
 
@@ -72,6 +75,9 @@ RESIDENT_CTAS = 3
 
 MAX_CLUSTER = 8
 """Maximum CTAs of a cluster that every GPU with clusters has."""
+
+SHARED_BYTES = 47 << 10
+"""Shared memory that partial results of a CTA may take: a kernel has 48 KB without asking for more."""
 
 MAX_SPLITS = 64
 """Maximum splits of the positions."""
@@ -251,7 +257,7 @@ def _attend(
     group = min(per_kv, MAX_GROUP)
     ctas = heads.kv_count * -(-per_kv // group)
     bounded = length if cache.splits_by_length else None
-    schedule = _schedule(ctas * m, group, bounded, out.dtype.itemsize, facts.sms, facts.capability)
+    schedule = _schedule(ctas * m, group, heads.dim, bounded, out.dtype.itemsize, facts.sms, facts.capability)
     splits = schedule.splits
     partials, counters = _workspace(out.device, m * heads.count * splits * (heads.dim + 4), m * ctas)
     defines: Defines = {"SCALAR": SCALARS[out.dtype], "DIM": heads.dim, "GROUP": group, **rope, **schedule.defines}
@@ -299,7 +305,7 @@ def paged_kernel(
     facts, per_kv = device_facts(device), heads.count // heads.kv_count
     group = min(per_kv, MAX_GROUP)
     ctas = heads.kv_count * -(-per_kv // group)
-    schedule = _schedule(ctas * m, group, longest, dtype.itemsize, facts.sms, facts.capability)
+    schedule = _schedule(ctas * m, group, heads.dim, longest, dtype.itemsize, facts.sms, facts.capability)
     defines: Defines = {"SCALAR": SCALARS[dtype], "DIM": heads.dim, "GROUP": group, "ROPE": 0, "PAGE": page}
     source = CLUSTERED_ATTENTION if schedule.clustered else ATTENTION
     kernel = source.build("semisparse_engine_paged_attention", {**defines, **schedule.defines}).load(device)
@@ -388,7 +394,7 @@ class Schedule:
 
 @cache
 def _schedule(
-    ctas: int, group: int, length: int | None, value_bytes: int, sms: int, capability: tuple[int, int]
+    ctas: int, group: int, dim: int, length: int | None, value_bytes: int, sms: int, capability: tuple[int, int]
 ) -> Schedule:
     """Return the schedule: enough splits for two CTAs per SM, but not more CTAs than are resident.
 
@@ -400,6 +406,7 @@ def _schedule(
     Args:
         ctas: key-value heads times tokens times groups of query heads.
         group: query heads per CTA.
+        dim: values of a head.
         length: of the cache; None if the number of splits must not depend on it.
         value_bytes: bytes of a value of the cache.
         sms: the GPU's SMs.
@@ -409,12 +416,13 @@ def _schedule(
     most = MAX_SPLITS if length is None else max(1, length // MIN_SPLIT)
     splits = max(1, min(-(-2 * sms // ctas), resident, most, MAX_SPLITS))
     clustered = 1 < splits <= MAX_CLUSTER + 1 and group <= MAX_GROUP // 2 and capability >= HOPPER
-    splits = min(splits, MAX_CLUSTER) if clustered else splits
+    if clustered:  # every CTA has room for the partial results of its warps, and of all splits
+        splits = min(splits, MAX_CLUSTER, SHARED_BYTES // (4 * group * (dim + 4)) - WARPS)
     if group == 1 and value_bytes == 2 and splits == 1:
         return Schedule(splits, warps=8, ahead=5, ctas=2)
     alone = 4 if value_bytes == 4 else 10 if clustered else 8  # with a query head per CTA; more would spill
     ahead = {1: alone, 2: 4}.get(group, 2)
-    return Schedule(splits, 4, ahead, 2 if group > 4 else RESIDENT_CTAS, clustered)
+    return Schedule(splits, WARPS, ahead, 2 if group > 4 else RESIDENT_CTAS, clustered)
 
 
 @cache

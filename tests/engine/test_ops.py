@@ -172,12 +172,23 @@ def test_attention_to_pages(kernels, dtype, heads, head_first):
 
 def test_splits_are_no_more_ctas_than_are_resident():
     def splits(ctas: int, capability: tuple[int, int]) -> tuple[int, bool]:
-        schedule = attention._schedule(ctas, 1, 768, 2, 132, capability)
+        schedule = attention._schedule(ctas, 1, 128, 768, 2, 132, capability)
         return schedule.splits, schedule.clustered
 
     counts = (8, 32, 128, 256, 4096)
     assert [splits(ctas, (8, 0)) for ctas in counts] == [(12, False), (9, False), (3, False), (1, False), (1, False)]
     assert [splits(ctas, (9, 0)) for ctas in counts] == [(12, False), (8, True), (3, True), (1, False), (1, False)]
+
+
+@pytest.mark.parametrize("dim", [8, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_partial_results_fit_the_shared_memory_of_every_kernel(group: int, dim: int):
+    """48 KB are what a kernel has if it does not ask for more: its warps' partial results, and a cluster's."""
+    for ctas in (1, 8, 30, 32, 128, 4096):
+        schedule = attention._schedule(ctas, group, dim, 512, 2, 132, (9, 0))
+        clusters = schedule.splits if schedule.clustered else 1
+        assert (schedule.warps + clusters) * group * (dim + 4) * 4 <= 47 << 10
+        assert schedule.splits >= 1
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,13 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Any:
     written = []
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *arguments: written.pop())
     monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", lambda *arguments: written.append(arguments[-1]))
-    impl = attention.DecodeAttentionImpl.__new__(attention.DecodeAttentionImpl)
-    impl.num_heads, impl.num_kv_heads, impl.head_size = HEADS, KV_HEADS, DIM
-    impl._heads, impl._is_plain, impl.kv_sharing_target_layer_name = Heads(HEADS, KV_HEADS, DIM, DIM**-0.5), True, None
 
     def run(query: Tensor, new: Tensor, cache: Tensor, **changes: Any) -> Tensor:
+        _, heads, dim = query.shape
+        impl = attention.DecodeAttentionImpl.__new__(attention.DecodeAttentionImpl)
+        impl.num_heads, impl.num_kv_heads, impl.head_size = heads, new.shape[2], dim
+        impl._heads, impl._is_plain = Heads(heads, new.shape[2], dim, dim**-0.5), True
+        impl.kv_sharing_target_layer_name = None
         metadata = {
             "num_actual_tokens": 2,
             "max_query_len": 1,
@@ -50,26 +52,56 @@ def attend(monkeypatch: pytest.MonkeyPatch) -> Any:
     attention._kernel.cache_clear()
 
 
-def tensors() -> tuple[Tensor, Tensor, Tensor]:
+def tensors(heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, new keys and values, and a cache. The third token is padding, which nothing writes."""
-    query, new = torch.randn(3, HEADS, DIM).half(), torch.randn(3, 2, KV_HEADS, DIM).half()
-    return query, new, torch.randn(8, 2, PAGE, KV_HEADS, DIM).half()
+    query, new = torch.randn(3, heads, dim).half(), torch.randn(3, 2, kv_heads, dim).half()
+    return query, new, torch.randn(8, 2, PAGE, kv_heads, dim).half()
+
+
+def exact(query: Tensor, cache: Tensor, pages: list[int], length: int) -> Tensor:
+    """One token's attention [heads, dim] in float32 to the positions in pages."""
+    heads, dim = query.shape
+    repeats = heads // cache.shape[3]
+    keys, values = (cache[pages, i].flatten(0, 1)[:length].float().repeat_interleave(repeats, 1) for i in range(2))
+    weights = torch.einsum("hd,phd->hp", query.float(), keys).mul(dim**-0.5).softmax(-1)
+    return torch.einsum("hp,phd->hd", weights, values)
 
 
 @needs_compiler
-def test_two_sequences_attend_to_their_pages_and_write_to_them(attend):
-    query, new, cache = tensors()
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (14, 2, 64), (12, 1, 80), (3, 3, 128), (4, 1, 256)])
+def test_two_sequences_attend_to_their_pages_and_write_to_them(attend, heads: int, kv_heads: int, dim: int):
+    query, new, cache = tensors(heads, kv_heads, dim)
     before = cache.clone()
     found = attend(query, new, cache)
     before[0, :, 4], before[1, :, 4] = new[0], new[1]
     assert torch.equal(cache, before)
     for row, (pages, length) in enumerate((([3, 0], 21), ([1], 5))):
-        keys, values = (cache[pages, i].flatten(0, 1)[:length].float().repeat_interleave(2, 1) for i in range(2))
-        weights = torch.einsum("hd,phd->hp", query[row].float(), keys).mul(DIM**-0.5).softmax(-1)
-        torch.testing.assert_close(
-            found[row].float(), torch.einsum("hp,phd->hd", weights, values), rtol=2e-3, atol=2e-3
-        )
+        expected = exact(query[row], cache, pages, length)
+        torch.testing.assert_close(found[row].float(), expected, rtol=2e-3, atol=2e-3)
     assert found[2].isnan().all()
+
+
+@needs_compiler
+def test_a_sequence_that_pads_a_graph_changes_nothing(attend):
+    """The graph of two sequences computes one: the other has no positions, and no place in the cache."""
+    query, new, cache = tensors()
+    before = cache.clone()
+    lengths, slots = torch.tensor([21, 0], dtype=torch.int32), torch.tensor([4, -1])
+    found = attend(query, new, cache, seq_lens=lengths, slot_mapping=slots)
+    before[0, :, 4] = new[0]
+    assert torch.equal(cache, before)
+    torch.testing.assert_close(found[0].float(), exact(query[0], cache, [3, 0], 21), rtol=2e-3, atol=2e-3)
+    assert not found[1].any()
+
+
+def test_graphs_of_decode_steps_serve_no_other_steps():
+    """vLLM captures the graphs of `FULL` with a token per sequence, and takes that mode if the backend allows it."""
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from semisparse.api.vllm_attention import DecodeAttentionBackend
+
+    support = DecodeAttentionBackend.get_builder_cls().get_cudagraph_support(None, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
 
 
 @pytest.mark.parametrize(

@@ -194,9 +194,11 @@ def test_a_vllm_that_loads_experts_by_its_own_names_is_refused(tmp_path: Path, m
 
 
 def test_dense_experts_are_left_to_vllm():
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     from semisparse.integrations.vllm import SemisparseVllmConfig
 
     config = SemisparseVllmConfig({"model.layers.1.mlp.experts.0.down": None})
-    assert config.get_quant_method(object.__new__(RoutedExperts), "model.layers.0.mlp.experts") is None
+    with set_current_vllm_config(VllmConfig()):
+        assert config.get_quant_method(object.__new__(RoutedExperts), "model.layers.0.mlp.experts") is None

@@ -251,6 +251,13 @@ def test_so_it_is_with_the_engine_s_attention_named_and_the_larger_model(tmp_pat
     compare(directory, "pycode-11m", torch.float16, LEAST["bitmask"], **settings)
 
 
+def test_so_it_is_with_graphs_of_all_steps_and_a_prompt_of_two_tokens(tmp_path: Path):
+    """Two tokens of one sequence must not run the graph of two sequences, which has the engine's attention."""
+    directory = written("demo", FORMATS["bitmask"], tmp_path)
+    graphs = {**FEW_GRAPHS, "cudagraph_mode": "FULL"}
+    compare(directory, "demo", torch.float16, LEAST["bitmask"], 2, compilation_config=graphs)
+
+
 @pytest.mark.parametrize("served", FORMATS)
 def test_so_it_is_on_a_larger_model(served: str, tmp_path: Path):
     directory = written("pycode-11m", FORMATS[served], tmp_path)

@@ -171,12 +171,29 @@ def test_a_fused_layer_of_which_only_a_part_is_compressed_is_refused(tmp_path: P
 
 @pytest.mark.usefixtures("group")
 def test_a_compressed_head_is_refused():
+    from vllm.config import VllmConfig, set_current_vllm_config
+
     from semisparse.integrations.vllm import SemisparseVllmConfig
 
     config = SemisparseVllmConfig({"lm_head": None})
-    with pytest.raises(InputError, match="not the LM head: add it to the recipe's ignore list"):
-        config.get_quant_method(torch.nn.Module(), "lm_head")
-    assert config.get_quant_method(torch.nn.Module(), "model.embed_tokens") is None
+    with set_current_vllm_config(VllmConfig()):
+        with pytest.raises(InputError, match="not the LM head: add it to the recipe's ignore list"):
+            config.get_quant_method(torch.nn.Module(), "lm_head")
+        assert config.get_quant_method(torch.nn.Module(), "model.embed_tokens") is None
+
+
+def test_the_attention_is_chosen_once_before_any_layer_s_even_if_the_first_layers_are_dense(monkeypatch):
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from semisparse.integrations.vllm import SemisparseVllmConfig
+
+    chosen: list[VllmConfig] = []
+    monkeypatch.setattr("semisparse.integrations.vllm.config.choose_attention", chosen.append)
+    config, current = SemisparseVllmConfig({"model.layers.1.mlp.down_proj": None}), VllmConfig()
+    with set_current_vllm_config(current):
+        for name in ("model.embed_tokens", "model.layers.0.self_attn.attn"):
+            assert config.get_quant_method(torch.nn.Module(), name) is None
+    assert chosen == [current]
 
 
 LAYER = "model.layers.0.mlp.down_proj"

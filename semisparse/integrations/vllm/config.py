@@ -35,6 +35,7 @@ class SemisparseVllmConfig(QuantizationConfig):
         self.layers = dict(layers)
         self._fits = False
         self._fuses = False
+        self._has_attention = False
         self._copied: frozenset[str] = frozenset()
 
     @classmethod
@@ -73,6 +74,7 @@ class SemisparseVllmConfig(QuantizationConfig):
             InputError: a layer that is neither linear nor experts is compressed; only some weights of a fused layer
                 are; experts cannot be served here; LoRA is asked for; or the compressed layers do not fit the GPU.
         """
+        self._choose_attention()
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         if not isinstance(layer, LinearBase):
@@ -111,10 +113,16 @@ class SemisparseVllmConfig(QuantizationConfig):
             raise InputError(f"{prefix}.{next(iter(inside))} is compressed, but {reason}; or ignore '*.experts'")
         return SemisparseExpertsMethod(layer, inside, self._checked_tokens())
 
-    def _checked_tokens(self) -> int:
-        """Check what vLLM was asked for, install the fusion pass and the attention, and return the tokens per step.
+    def _choose_attention(self) -> None:
+        """Choose the attention once, for the first layer, compressed or not: all layers of a model get the same."""
+        if not self._has_attention:
+            choose_attention(get_current_vllm_config())
+            self._has_attention = True
 
-        The first three happen once, for the first layer: vLLM asks for its method before it compiles.
+    def _checked_tokens(self) -> int:
+        """Check what vLLM was asked for, install the fusion pass, and return the tokens per step.
+
+        The first two happen once, for the first compressed layer: vLLM asks for its method before it compiles.
         """
         vllm_config = get_current_vllm_config()
         if not self._fits:
@@ -126,7 +134,6 @@ class SemisparseVllmConfig(QuantizationConfig):
             self._copied = layers_with_copies(vllm_config, [name for name in self.layers if not is_of_expert(name)])
             self._check_memory(vllm_config)
             self._fuses = install_fusion(vllm_config, {layer.spec.format for layer in self.layers.values()})
-            choose_attention(vllm_config)
         return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def _checkpoint_names(self, prefix: str) -> list[str]:
