@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# With this variable every process of every test would compile the modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow test-serving test-sanitize test-gpu test-vllm-gpu bench-vllm bench bench-kernels bench-models bench-systems bench-parallel check docs setup \
 	table clean
 
