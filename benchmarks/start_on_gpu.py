@@ -38,7 +38,7 @@ TRACED = (
     ("semisparse.engine.recorded", "open_directory", "headers and config checked"),
     ("semisparse.engine.recorded", "load_bare", "weights loaded"),
     ("semisparse.engine.bare", "BareDecoder", "modules made"),
-    ("semisparse.engine.bare", "_read", "weights copied to the device"),
+    ("semisparse.engine.bare", "_read", "weights copied and checked"),
     ("semisparse.engine.bare", "join_layers", "layers joined and arranged"),
     ("semisparse.engine.backend", "Decoder", "engine's decoder made"),
     ("semisparse.engine.backend", "check_against", "logits of 8 tokens"),
@@ -64,12 +64,18 @@ def timed(call: Callable[..., Any], part: str) -> Callable[..., Any]:
     def run(*arguments: Any, **named: Any) -> Any:
         began = time.time()
         found = call(*arguments, **named)
-        if part == "weights copied to the device":
-            found = iter(list(found))
-        mark(part, began, time.time())
-        return found
+        if not isinstance(found, Iterator):
+            mark(part, began, time.time())
+            return found
+        return marked_at_the_end(found, part, began)
 
     return run
+
+
+def marked_at_the_end(values: Iterator[Any], part: str, began: float) -> Iterator[Any]:
+    """Yield values and mark when the last one has been used."""
+    yield from values
+    mark(part, began, time.time())
 
 
 def traced(arguments: list[str]) -> None:

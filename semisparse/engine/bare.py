@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -144,16 +145,22 @@ def load_bare(directory: ModelDirectory, blueprint: Blueprint, device: torch.dev
         CheckpointError: a packed tensor contradicts its format; names the layer.
     """
     model = BareDecoder(blueprint)
-    tensors = dict(_read(directory, device, model.dtype))
-    for name, declared in directory.layers.items():
-        bias = tensors.pop(f"{name}.bias", None)
-        layer = SparseLinear(declared, bias)
-        layer.fill({tensor: tensors.pop(f"{name}.{tensor}") for tensor in declared.tensors})
-        try:
-            layer.validate()
-        except SemisparseError as error:
-            raise CheckpointError(f"layer {name}: {error}") from error
-        model.set_submodule(name, layer)
+    tensors: dict[str, Tensor] = {}
+    owners = {
+        f"{layer}.{name}": layer
+        for layer, weight in directory.layers.items()
+        for name in (*weight.tensors, "bias")
+        if f"{layer}.{name}" in directory.headers
+    }
+    missing = Counter(owners.values())
+    # Layers are checked while others are read: all checks take 1.0 s of a 7B's ec_csr start (h200/start-parts.csv).
+    for name, tensor in _read(directory, device, model.dtype):
+        tensors[name] = tensor
+        if name in owners:
+            layer = owners[name]
+            missing[layer] -= 1
+            if not missing[layer]:
+                model.set_submodule(layer, _filled(layer, directory, tensors))
     for name, tensor in tensors.items():
         path, _, parameter = name.rpartition(".")
         model.get_submodule(path).register_parameter(parameter, nn.Parameter(tensor, requires_grad=False))
@@ -162,6 +169,18 @@ def load_bare(directory: ModelDirectory, blueprint: Blueprint, device: torch.dev
     if device.type == "cuda":
         join_layers(model)
     return model.to(device).eval()  # arranges every layer that was not joined
+
+
+def _filled(name: str, directory: ModelDirectory, tensors: dict[str, Tensor]) -> SparseLinear:
+    """Return a layer with the tensors that were read of it, checked. They are taken out of ``tensors``."""
+    declared = directory.layers[name]
+    layer = SparseLinear(declared, tensors.pop(f"{name}.bias", None))
+    layer.fill({tensor: tensors.pop(f"{name}.{tensor}") for tensor in declared.tensors})
+    try:
+        layer.validate()
+    except SemisparseError as error:
+        raise CheckpointError(f"layer {name}: {error}") from error
+    return layer
 
 
 def _read(directory: ModelDirectory, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
