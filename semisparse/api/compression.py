@@ -194,9 +194,13 @@ def compress(
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
     inputs = fingerprint(batches, plan, seed=seed, device=where)
     require_same(ranks, inputs | _machine_facts(where))
-    needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
+    facts = (dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
+    needs, free = needs_of(*facts), free_memory(where, offload)
+    streams = ranks.first(lambda: plan.searches_bank and not needs.fits(free))
+    if streams:
+        needs = needs_of(*facts, streams=True)
     inform(str(needs))
-    needs.check(free_memory(where, offload))
+    needs.check(free)
     tuning: list[dict[str, Any]] = []
     run = partial(
         _run_recipe,
@@ -211,6 +215,7 @@ def compress(
         mapped=source is not None,
         ranks=ranks,
         offload=offload,
+        streams=streams,
     )
     if out is None:
         block = mark_compressed(dense, run(journal=None))
@@ -293,6 +298,7 @@ def _run_recipe(
     mapped: bool,
     ranks: Ranks,
     offload: Path | None,
+    streams: bool,
     journal: Journal | None,
 ) -> dict[str, Any]:
     """Replace the layers by packed ones, and append a report per tuning stage to ``tuning``.
@@ -301,7 +307,7 @@ def _run_recipe(
         The config block; on other ranks than the first it lacks the layers and ``rival``.
     """
     together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
-    run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
+    run = together | {"journal": SharedJournal(journal, ranks) if journal else None, "streams": streams}
     # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
     has_rivals = batches and plan.search != "joint" and ranks.is_first
     rivals = Rivals(model, plan, batches, device, progress) if has_rivals else None

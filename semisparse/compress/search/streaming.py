@@ -19,6 +19,10 @@ from semisparse.compress.search.score import BatchScore, Own, Scored, Scorer, Sc
 from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of
 
+KEPT = 4
+"""Hidden states of all scored tokens before each decoder layer that a search holds at most: the parent's, and in
+``evolution`` those of its offspring on the batches that each is scored on."""
+
 STATES = 1 << 33
 """Bytes of hidden states, of all candidates that pass through the decoder layers together; the others follow."""
 
@@ -88,13 +92,11 @@ class StreamingScorer(Scorer):
                         if keep_states:
                             entered[batch].append(states[batch])
                         states[batch] = self._calls[index][batch](layer, states[batch])
-        return [
-            {
-                batch: Scored(self._batches[batch].kl_of(self._logits(batch, state)), entered[batch] if keep_states else [])
-                for batch, state in states.items()
-            }
-            for states, entered in zip(now, kept, strict=True)
-        ]
+        found: list[dict[int, Scored]] = []
+        for states, entered in zip(now, kept, strict=True):
+            kls = {batch: self._batches[batch].kl_of(self._logits(batch, state)) for batch, state in states.items()}
+            found.append({batch: Scored(kl, entered[batch] if keep_states else []) for batch, kl in kls.items()})
+        return found
 
     def _parent_states(self, batch: int) -> Sequence[Tensor]:
         return self._parent_scores[batch].states if self._parent_scores else ()
@@ -133,3 +135,8 @@ class StreamingScorer(Scorer):
 
     def _logits(self, batch: int, hidden: Tensor) -> Tensor:
         return logits_after(self._frame, self._modules, self._ids[batch], hidden)
+
+
+def scorer_type(streams: bool) -> type[Scorer]:
+    """Return the scorer that reads decoder layers when they run, or the one that holds the whole model."""
+    return StreamingScorer if streams else Scorer

@@ -9,10 +9,11 @@ import torch
 
 from semisparse.compress.decoder import copy_to
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.search import streaming
+from semisparse.compress.search import search_patterns, streaming
 from semisparse.compress.search.score import Scorer, scoring_batches
 from semisparse.compress.search.streaming import StreamingScorer
-from tests.compress.search.small import calibration, sharp_model
+from tests.compress.search import test_joint
+from tests.compress.search.small import calibration, recipe, sharp_model
 from tests.compress.search.test_score import DEVICE, small_bank, space_of
 
 
@@ -71,3 +72,15 @@ def test_the_device_holds_one_decoder_layer(monkeypatch: pytest.MonkeyPatch):
     assert sum(copied() is not None for copied in copies) == 0
     scorer.score_all([((*uniform[:-1], 3), [0]), ((*uniform[:-1], 2), [0, 1])])
     assert len(copies) == 3  # only the last decoder layer differs from the parent
+
+
+@pytest.mark.parametrize("algorithm", ["evolution", "rheosparse"])
+def test_a_search_finds_the_same(algorithm: str):
+    plan = recipe(search=algorithm, search_effort=24)
+    whole, streamed = (search_patterns(sharp_model(), calibration(), plan, seed=0, streams=it) for it in (False, True))
+    assert whole == streamed
+    assert whole.evaluations > 6
+
+
+def test_a_joint_search_finds_the_same():
+    assert test_joint.search(streams=True).metrics() == test_joint.searched().metrics()
