@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
 from semisparse.api.chosen import Chosen, compress_chosen
+from semisparse.api.duration import duration, seconds_on_gpu
 from semisparse.api.gains import machine_here, slower_from, speedups_of, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
@@ -159,7 +160,8 @@ def compress(
         offload: a directory on a disk for the hidden states of the calibration tokens; by default they are in memory,
             on the device.
         progress: called with (stage, steps done, all steps).
-        inform: called with a sentence that says what memory and disk the run will take.
+        inform: called with a sentence that says what memory and disk the run will take, and on a GPU that gpus.yaml has
+            about how long, for recipes that `seconds_on_gpu` knows.
     Returns:
         The report, per layer and in total.
     Raises:
@@ -199,7 +201,8 @@ def compress(
     streams = ranks.first(lambda: plan.searches_bank and not needs.fits(free))
     if streams:
         needs = needs_of(*facts, streams=True)
-    inform(str(needs))
+    seconds = seconds_on_gpu(facts[1], plan, batches, machine_here(where), ranks)
+    inform(f"{needs}{duration(seconds)}")
     needs.check(free)
     tuning: list[dict[str, Any]] = []
     run = partial(
