@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
 from semisparse.api.chosen import Chosen, compress_chosen
+from semisparse.api.duration import duration, seconds_on_gpu
 from semisparse.api.gains import machine_here, slower_from, speedups_of, without_gain
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
@@ -159,7 +160,8 @@ def compress(
         offload: a directory on a disk for the hidden states of the calibration tokens; by default they are in memory,
             on the device.
         progress: called with (stage, steps done, all steps).
-        inform: called with a sentence that says what memory and disk the run will take.
+        inform: called with a sentence that says what memory and disk the run will take, and on a GPU that gpus.yaml has
+            about how long, for recipes that `seconds_on_gpu` knows.
     Returns:
         The report, per layer and in total.
     Raises:
@@ -194,9 +196,14 @@ def compress(
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
     inputs = fingerprint(batches, plan, seed=seed, device=where)
     require_same(ranks, inputs | _machine_facts(where))
-    needs = needs_of(dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
-    inform(str(needs))
-    needs.check(free_memory(where, offload))
+    facts = (dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
+    needs, free = needs_of(*facts), free_memory(where, offload)
+    streams = ranks.first(lambda: plan.searches_bank and not needs.fits(free))
+    if streams:
+        needs = needs_of(*facts, streams=True)
+    seconds = seconds_on_gpu(facts[1], plan, batches, machine_here(where), ranks)
+    inform(f"{needs}{duration(seconds)}")
+    needs.check(free)
     tuning: list[dict[str, Any]] = []
     run = partial(
         _run_recipe,
@@ -211,6 +218,7 @@ def compress(
         mapped=source is not None,
         ranks=ranks,
         offload=offload,
+        streams=streams,
     )
     if out is None:
         block = mark_compressed(dense, run(journal=None))
@@ -293,6 +301,7 @@ def _run_recipe(
     mapped: bool,
     ranks: Ranks,
     offload: Path | None,
+    streams: bool,
     journal: Journal | None,
 ) -> dict[str, Any]:
     """Replace the layers by packed ones, and append a report per tuning stage to ``tuning``.
@@ -301,7 +310,7 @@ def _run_recipe(
         The config block; on other ranks than the first it lacks the layers and ``rival``.
     """
     together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
-    run = together | {"journal": SharedJournal(journal, ranks) if journal else None}
+    run = together | {"journal": SharedJournal(journal, ranks) if journal else None, "streams": streams}
     # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
     has_rivals = batches and plan.search != "joint" and ranks.is_first
     rivals = Rivals(model, plan, batches, device, progress) if has_rivals else None

@@ -16,7 +16,8 @@ from semisparse.api.rivals import TOKENS
 from semisparse.api.targets import menu
 from semisparse.compress import Ranks, Recipe
 from semisparse.compress.propagate import DecoderLayer
-from semisparse.compress.tune.predictions import KEPT
+from semisparse.compress.search.streaming import KEPT, STATES
+from semisparse.compress.tune.predictions import KEPT as KEPT_PREDICTIONS
 from semisparse.errors import InputError
 from semisparse.patterns import parse_pattern
 
@@ -32,7 +33,7 @@ MASK_BYTES = 48
 LOGITS = 4
 """Copies of the float32 logits while dense low-bit models are measured (rivals.py)."""
 
-PREDICTION_BYTES = 6 * KEPT
+PREDICTION_BYTES = 6 * KEPT_PREDICTIONS
 """Bytes per token of the dense model's predictions, for ``tune=bqpo+kl``."""
 
 PIECES = 3
@@ -79,6 +80,10 @@ class Needs:
         """Return the needs of ``ranks`` such processes on one host."""
         return replace(self, host=ranks * self.host, offload=ranks * self.offload, ranks=ranks)
 
+    def fits(self, free: Needs) -> bool:
+        """Return whether there is enough memory of host and device."""
+        return self.host <= free.host and self.device <= free.device
+
     def check(self, free: Needs) -> None:
         """Raise unless there is enough memory. The disk is not checked: a run that fills it can be resumed.
 
@@ -106,6 +111,7 @@ def needs_of(
     device: torch.device,
     ranks: Ranks,
     offload: Path | None,
+    streams: bool = False,
 ) -> Needs:
     """Return what a compression will take, in all of its processes on this host.
 
@@ -117,6 +123,7 @@ def needs_of(
         device: where one decoder layer at a time is compressed.
         ranks: the processes.
         offload: the directory of hidden states; None if they are in memory.
+        streams: whether a search over a bank scores candidates with one decoder layer at a time on the device.
     """
     weights = [layer.weight(name) for layer in layers for name in layer.patterns]
     blocks = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
@@ -132,12 +139,14 @@ def needs_of(
         columns = max(weight.shape[1] for weight in weights)
         compute += (0 if offload else states) + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
         compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
-        if plan.search == "profile":
+        if plan.search == "profile" or (plan.searches_bank and streams):
             drawn = plan.search_tokens + max(batch.shape[1] for batch in batches)  # whole sequences
             scored = min(drawn, sum(batch.numel() for batch in batches))
             # what is outside of the decoder layers, one of them, and predictions
             compute += (whole // item - sum(blocks) + max(blocks)) * 4 + LOGITS * 4 * vocabulary * scored
-    if plan.search not in ("none", "profile"):  # a float32 copy of the model; its pruned levels lie on disk
+            if streams:
+                compute += KEPT * len(layers) * 4 * features * scored + STATES
+    if plan.searches_bank and not streams:  # a float32 copy of the model; its pruned levels lie on disk
         compute += whole * 4 // item
     if plan.tunes_end_to_end:
         host += 2 * whole

@@ -191,6 +191,11 @@ class Recipe:
         return self.tune in ("bqpo+e2e", "bqpo+kl")
 
     @property
+    def searches_bank(self) -> bool:
+        """Whether a search scores candidates made of weights that were all compressed before."""
+        return self.search not in ("none", "profile")
+
+    @property
     def chooses_each_linear(self) -> bool:
         """Whether a joint search chooses for each linear layer by itself."""
         if self.search_units != "auto":

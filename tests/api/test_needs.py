@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import semisparse
-from semisparse.api import compression, needs
+from semisparse.api import compression, needs, read_recipe
 from semisparse.api.needs import Needs, free_memory
 from semisparse.compress import Ranks
+from semisparse.compress.search import streaming
 from semisparse.errors import InputError
 from tests.models import byte_tokenizer, random_model
 
@@ -90,6 +91,33 @@ def test_only_a_search_over_a_bank_holds_the_whole_model():
     assert of("profile", num_hidden_layers=9) == of("profile")
     layer = sum(weight.numel() for weight in random_model("llama").model.layers[0].parameters())
     assert of("evolution", num_hidden_layers=9) - of("evolution", num_hidden_layers=2) == 7 * 4 * layer
+
+
+def test_a_search_holds_one_decoder_layer_where_the_model_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    """With the same result; what it is said to take does not grow by the model's weights."""
+    said, reports = list[str](), []
+    real, whole, streamed = compression.needs_of, Needs(3 << 30, 0, 0), Needs(1 << 30, 0, 0)
+    monkeypatch.setattr(compression, "needs_of", lambda *_, streams=False: streamed if streams else whole)
+    settings, scorers = ["search=evolution", "search_effort=6"], []
+    kept = streaming.StreamingScorer._begin
+    monkeypatch.setattr(
+        streaming.StreamingScorer, "_begin", lambda self, *rest: scorers.append(self) or kept(self, *rest)
+    )
+    for free in (4, 2):
+        monkeypatch.setattr(compression, "free_memory", lambda *_, free=free: Needs(free << 30, 0, 0))
+        model = random_model("llama")
+        how = {"calibration": DOCUMENTS, "settings": settings, "inform": said.append, "device": "cpu"}
+        reports.append(semisparse.compress(model, byte_tokenizer(), **how).search)
+        assert bool(scorers) is (free == 2)
+    assert reports[0] == reports[1]
+    assert said == ["compressing takes up to 3.2 GB of host memory", "compressing takes up to 1.1 GB of host memory"]
+
+    def of(layers: int) -> int:
+        model, plan = random_model("llama", num_hidden_layers=layers), read_recipe("rheosparse", settings)
+        facts = model, compression.list_decoder_layers(model, plan, {}), plan, [torch.zeros(1, 1000, dtype=torch.int64)]
+        return real(*facts, torch.device("cpu"), Ranks(), None, streams=True).host
+
+    assert of(9) - of(2) == 7 * streaming.KEPT * 4 * 24 * 1000
 
 
 def test_hidden_states_on_disk_are_counted_there(tmp_path: Path):

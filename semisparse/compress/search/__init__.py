@@ -26,6 +26,7 @@ from semisparse.compress.search.rheosparse import RheoSparse
 from semisparse.compress.search.score import Scorer, scoring_batches
 from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space, switch_levels
 from semisparse.compress.search.state import Algorithm, State
+from semisparse.compress.search.streaming import scorer_type
 from semisparse.errors import InputError
 from semisparse.patterns import Pattern
 
@@ -79,12 +80,13 @@ def search_patterns(
     journal: Journal | None = None,
     ranks: Ranks | None = None,
     offload: Path | None = None,
+    streams: bool = False,
 ) -> SearchResult:
     """Search the pattern of each linear layer; together they keep exactly as many weights as the recipe's pattern.
 
     With ``search=profile`` they may keep fewer, by less than a level of the smallest linear layer.
 
-    The model is not changed; a copy of it is on `device`. The same inputs, seed, device and number of threads give the
+    The model is not changed. The same inputs, seed, device and number of threads give the
     same result, also after an interruption.
 
     Args:
@@ -98,6 +100,8 @@ def search_patterns(
         journal: stores banks and generations, and provides those of an interrupted run.
         ranks: the processes that search; by default this one.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        streams: whether candidates over banks are scored with one decoder layer at a time on the device, instead of the
+            whole model; the result is the same.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used, or no weights can move between linear layers.
@@ -145,7 +149,7 @@ def search_patterns(
             ranks=ranks,
             offload=offload,
         )
-        scorer = Scorer(model, pass_space, bank, token_batches, device, ranks)
+        scorer = scorer_type(streams)(model, pass_space, bank, token_batches, device, ranks)
         algorithm = algorithm_type(pass_space, scorer, recipe, seed, number)
         state = _run_pass(number, algorithm, scorer, state, progress, journal)
         best_weights = {linear.name: bank[linear.name][level] for linear, level in zip(space, state.best, strict=True)}

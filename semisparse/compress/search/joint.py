@@ -121,6 +121,7 @@ def search_choices(
     journal: Journal | None = None,
     ranks: Ranks | None = None,
     offload: Path | None = None,
+    streams: bool = False,
 ) -> JointResult:
     """Choose every layer's pattern, bits and format so that the KL divergence is least and all limits hold.
 
@@ -136,6 +137,7 @@ def search_choices(
         journal: stores banks, measured losses and generations, and provides those of an interrupted run.
         ranks: the processes that search; by default this one.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        streams: as in `search_patterns`.
 
     Raises:
         Unreachable: no choice of layers keeps the limits.
@@ -152,6 +154,7 @@ def search_choices(
         journal=journal,
         ranks=ranks,
         offload=offload,
+        streams=streams,
     )
     if not losses.others:
         raise InputError(

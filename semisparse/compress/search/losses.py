@@ -26,6 +26,7 @@ from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank
 from semisparse.compress.search.costs import Assignment, UnitCosts
 from semisparse.compress.search.dominated import dominated
 from semisparse.compress.search.score import COMPARED, BatchScore, Scorer, padded_batches, split_sequences
+from semisparse.compress.search.streaming import scorer_type
 from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
@@ -59,6 +60,7 @@ class ChoiceLosses:
         journal: stores finished work.
         ranks: the processes that search; by default this one.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
+        streams: as in `search_patterns`.
 
     Raises:
         InputError: the model, a weight or the batches cannot be used.
@@ -77,12 +79,14 @@ class ChoiceLosses:
         journal: Journal | None,
         ranks: Ranks | None = None,
         offload: Path | None = None,
+        streams: bool = False,
     ) -> None:
         check_batches(model, batches)
         model.eval()
         self._model = model
         self._device, self._progress, self._journal = torch.device(device), progress, journal
         self._ranks = ranks or Ranks()
+        self._scorer_type = scorer_type(streams)
         layers = list_decoder_layers(model, recipe, {})
         self._build_bank = partial(
             build_bank,
@@ -136,7 +140,7 @@ class ChoiceLosses:
         number, self._number = self._number, self._number + 1
         self._release_scorer()
         self._bank = self._compress(self._space, centre, number)
-        self._scorer = Scorer(self._model, self._space, self._bank, self._token_batches, self._device, self._ranks)
+        self._scorer = self._scorer_of(self._space, self._bank, self._token_batches)
         self._kl = {}
         scores = self._score_whole(centre)
         self._scorer.set_parent(self._levels(centre), scores)
@@ -150,10 +154,17 @@ class ChoiceLosses:
         # Nothing is better than the dense model: rounding errors of the sums must not make 8 bits look so.
         least = 0.0 if centre == self.costs.dense else -math.inf
         wanted = {linear.name: linear.wanted for linear in self._space}
+        known = 0
         for index, unit in enumerate(self.units):
             self._progress("measuring what each choice loses", index, len(self.units))
             options = wanted[unit.linears[0]]
-            self.score([_with(centre, index, option) for option in sorted(options)])
+            if index == known:
+                together = list[Assignment]()
+                while known < len(self.units) and len(together) < self._scorer.at_once:
+                    own = sorted(wanted[self.units[known].linears[0]])
+                    together += [_with(centre, known, option) for option in own]
+                    known += 1
+                self.score(together)
             self.losses.append(
                 [
                     max(least, self.kl(_with(centre, index, option)) - base) if option in options else math.inf
@@ -222,6 +233,9 @@ class ChoiceLosses:
         """Measure every choice in all layers at once; drop those that another one dominates (`DOMINATED`)."""
         wanted = {linear.choices[level] for linear in self._space for level in linear.wanted}
         uniforms = {choice: picks for choice, picks in self.costs.uniforms().items() if choice in wanted}
+        assert self._scorer is not None
+        if self._scorer.at_once > 1:
+            self.score(list(uniforms.values()))
         for done, (choice, picks) in enumerate(uniforms.items()):
             self._progress("measuring each choice everywhere", done, len(uniforms))
             self.uniform_kl[choice] = max(0.0, self.kl(picks))  # rounding errors of the sums can make it negative
@@ -288,15 +302,18 @@ class ChoiceLosses:
         tokens = padded_batches(self.others, COMPARED * self._parts)
         kl = {}
         for assignment, weights in ((best, self._bank), (picks, bank)):
-            scorer = Scorer(self._model, space, weights, tokens, self._device, self._ranks)
+            scorer = self._scorer_of(space, weights, tokens)
             kl[assignment] = scorer.mean_kl(scorer.score(self._levels(assignment), range(scorer.batches)))
             self.evaluations, self._tokens = self.evaluations + 1, self._tokens + scorer.tokens_run
             del scorer  # before the next one copies the model
         if kl[picks] >= kl[best]:
             return best
         self._bank, self._kl = bank, {}  # the result's KL is on the search's tokens
-        self._scorer = Scorer(self._model, space, bank, self._token_batches, self._device, self._ranks)
+        self._scorer = self._scorer_of(space, bank, self._token_batches)
         return picks
+
+    def _scorer_of(self, space: Sequence[LinearChoices], bank: Bank, batches: Sequence[Tensor]) -> Scorer:
+        return self._scorer_type(self._model, space, bank, batches, self._device, self._ranks)
 
     def choices(self, assignment: Assignment) -> dict[str, Choice]:
         """Return the choice of each linear layer, by module name."""

@@ -28,8 +28,7 @@ class PassingScorer:
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device, ranks: Ranks) -> None:
         self._ranks = ranks
-        # All but the decoder layers; the first one shows what decoder layers return.
-        self._frame = copy_to(model, device, torch.float32, shared=list(decoder_layers(model)[1])[1:]).eval()
+        self._frame = frame_of(model, device)
         self._modules = list(decoder_layers(self._frame)[1])
         self.tokens = sum(ids.numel() for ids in batches)
         """Tokens that a candidate is scored on, on all ranks, with padding."""
@@ -70,3 +69,11 @@ class PassingScorer:
         return [
             logits_after(self._frame, self._modules, ids, hidden) for ids, hidden in zip(self._ids, states, strict=True)
         ]
+
+
+def frame_of(model: nn.Module, device: torch.device) -> nn.Module:
+    """Copy all of a model but its decoder layers to a device, in float32.
+
+    The first decoder layer is copied, too: it shows what decoder layers return.
+    """
+    return copy_to(model, device, torch.float32, shared=list(decoder_layers(model)[1])[1:]).eval()

@@ -40,11 +40,25 @@ class BatchScore(NamedTuple):
     states: list[Tensor]
 
 
-class _Scored(NamedTuple):
+class Scored(NamedTuple):
     """A `BatchScore` whose `kl` is still on the device."""
 
     kl: Tensor
     states: list[Tensor]
+
+
+class Own(NamedTuple):
+    """What a rank scores of a candidate.
+
+    Args:
+        candidate: the candidate.
+        batches: their indices; may be empty.
+        first: the first decoder layer in which the candidate differs from the parent; 0 without a parent.
+    """
+
+    candidate: Candidate
+    batches: Sequence[int]
+    first: int
 
 
 Wanted = Sequence[tuple[Candidate, Sequence[int]]]
@@ -147,7 +161,7 @@ def in_turns(costs: Sequence[float], count: int) -> Iterator[int]:
         before += cost
 
 
-def _read(scored: Sequence[dict[int, _Scored]]) -> list[dict[int, BatchScore]]:
+def _read(scored: Sequence[dict[int, Scored]]) -> list[dict[int, BatchScore]]:
     """Copy all KL divergences to the host, after waiting for the device once."""
     kls = [score.kl for of_candidate in scored for score in of_candidate.values()]
     floats = iter(torch.stack(kls).tolist() if kls else [])
@@ -179,19 +193,24 @@ class Scorer:
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        self._ranks = ranks
-        self._model = copy_to(model, device, torch.float32).eval()
-        self._layers = decoder_layers(self._model)[1]
-        self._space = space
-        self._linears = [self._model.get_submodule(linear.name) for linear in space]
-        self._bank = bank
-        self._returns_tuple = False
-        self._batches = [self._score_dense(ids.to(device)) for ids in batches]
+        self._ranks, self._space, self._bank = ranks, space, bank
         self._parent: Candidate | None = None
         self._parent_scores: list[BatchScore] = []
         self.tokens_run = 0
         """Tokens that `score_all` has run so far, on all ranks, with padding; the passes of the dense model and of
         `set_parent` are not counted. Tokens that skip some decoder layers count in full."""
+        self._batches = self._begin(model, [ids.to(device) for ids in batches], device)
+
+    def _begin(self, model: nn.Module, padded: Sequence[Tensor], device: torch.device) -> list[ScoringBatch]:
+        """Copy the model; return the batches, with the dense model's predictions."""
+        self._model = copy_to(model, device, torch.float32).eval()
+        self._layers = decoder_layers(self._model)[1]
+        self._linears = [self._model.get_submodule(linear.name) for linear in self._space]
+        self._returns_tuple = False
+        return [self._score_dense(ids) for ids in padded]
+
+    at_once = 1
+    """Candidates that `score_all` should get in one call, at least, for speed."""
 
     @property
     def batches(self) -> int:
@@ -211,12 +230,10 @@ class Scorer:
         firsts = [self._first_changed(candidate) for candidate, _ in wanted]
         costs = [len(self._layers) - first for first, (_, batches) in zip(firsts, wanted, strict=True) for _ in batches]
         owners = in_turns(costs, self._ranks.count)
-        scored = []
-        for number, (candidate, batches) in enumerate(wanted):
-            mine = [index for index in batches if next(owners) == self._ranks.rank]
-            scored.append(self._score_own(candidate, mine, firsts[number], keep_states) if mine else {})
-            self.tokens_run += sum(self._batches[index].ids.numel() for index in batches)
-        own = _read(scored)
+        mine = [[index for index in batches if next(owners) == self._ranks.rank] for _, batches in wanted]
+        candidates = [candidate for candidate, _ in wanted]
+        own = _read(self._score_own(list(map(Own, candidates, mine, firsts)), keep_states))
+        self.tokens_run += sum(self._batches[index].ids.numel() for _, batches in wanted for index in batches)
         known = self._ranks.gather([{index: score.kl for index, score in scores.items()} for scores in own])
         kls = [{index: kl for found in known for index, kl in found[number].items()} for number in range(len(wanted))]
         return [
@@ -236,10 +253,14 @@ class Scorer:
         ]
         self._parent = candidate
 
-    def _score_own(
+    def _score_own(self, wanted: Sequence[Own], keep_states: bool) -> list[dict[int, Scored]]:
+        """Score candidates on this rank."""
+        return [self._score_one(*own, keep_states) if own.batches else {} for own in wanted]
+
+    def _score_one(
         self, candidate: Candidate, batches: Sequence[int], first: int, keep_states: bool
-    ) -> dict[int, _Scored]:
-        """Score a candidate on this rank; ``first`` is the first decoder layer in which it differs from the parent."""
+    ) -> dict[int, Scored]:
+        """Score a candidate; ``first`` is the first decoder layer in which it differs from the parent."""
         changed = self._changed(candidate)
         parents = [self._swap(index, candidate[index]) for index in changed]
         try:
@@ -265,12 +286,12 @@ class Scorer:
         return swap_weight(linear, to_dense(self._bank[self._space[index].name][level], weight_of(linear)))
 
     @torch.no_grad()
-    def _score_batch(self, index: int, first: int) -> _Scored:
+    def _score_batch(self, index: int, first: int) -> Scored:
         """Score the present weights on a batch, running the decoder layers from ``first`` on."""
         batch = self._batches[index]
         skipped = self._parent_scores[index].states[: first + 1] if first else []
         logits, states = self._forward(batch.ids, skipped)
-        return _Scored(batch.kl_of(logits), states)
+        return Scored(batch.kl_of(logits), states)
 
     @torch.no_grad()
     def _score_dense(self, padded: Tensor) -> ScoringBatch:
