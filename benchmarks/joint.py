@@ -38,6 +38,7 @@ CHANGES = {
     "untuned": "tune=none",
     "e2e": "tune=bqpo+e2e",
     "kl": "tune=bqpo+kl",
+    "distil": "tune=bqpo+distil",
     "linears": "search_units=linears",
     "inputs": "search_units=inputs",
     "8k": "search_tokens=8192",

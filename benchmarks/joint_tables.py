@@ -21,6 +21,7 @@ WAYS = {
     "": "`fit`",
     "+e2e": "`fit`, `bqpo+e2e`",
     "+kl": "`fit`, `bqpo+kl`",
+    "+distil": "`fit`, `bqpo+distil`",
 }
 """The changes of a run in joint.csv, with their names."""
 

@@ -150,8 +150,10 @@ def needs_of(
         compute += whole * 4 // item
     if plan.tunes_end_to_end:
         host += 2 * whole
-    if plan.tune == "bqpo+kl":  # the dense model's copy on the device, and its predictions
-        compute += whole * 4 // item if device.type == "cpu" else whole
+    if plan.needs_predictions:  # the dense model's copy on the device, and its predictions
+        copied = whole * 4 // item if device.type == "cpu" else whole
+        # what is trained: a float32 copy of the model, its gradients, two moments, and the best weights so far
+        compute += max(copied, 5 * 4 * whole // item) if plan.tune == "bqpo+distil" else copied
         host += PREDICTION_BYTES * sum(batch.numel() for batch in batches)
     packed = sum(weight.nbytes for weight in weights)
     disk = 2 * packed + whole

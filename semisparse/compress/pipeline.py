@@ -47,6 +47,7 @@ from semisparse.compress.trace import find_inputs
 from semisparse.compress.tune import (
     TuningResult,
     dense_predictions,
+    distil,
     split_for_steps,
     submodules_of,
     tune_decoder_layer,
@@ -92,7 +93,7 @@ def compress_decoder_layers(
         pruned: every linear layer's pruned weight by module name, if a search has pruned them.
         progress: called before each decoder layer, after each linear layer, and for each step of tuning.
         store: takes each finished decoder layer, and provides those of an interrupted run. By default an `InPlace`,
-            which writes the weights into the model; ``tune=bqpo+e2e`` and ``bqpo+kl`` need this one.
+            which writes the weights into the model; what trains the whole model needs this one.
         on_tuned: called with the stage and the result of each tuning in this run.
         on_layer: called with each decoder layer's index, its dense copy and its compressed copy, on ``device``; only
             where layers are compressed on activations.
@@ -116,7 +117,7 @@ def compress_decoder_layers(
     model.eval()
     compute_dtype = torch.float32 if device.type == "cpu" else next(model.parameters()).dtype
     predictions = None
-    if recipe.tune == "bqpo+kl":  # while the model is dense
+    if recipe.needs_predictions:  # while the model is dense
         predictions = ranks.first(lambda: dense_predictions(model, batches, device, compute_dtype))
     with torch.no_grad(), float32_matmuls():
         activations = first_activations(
@@ -131,20 +132,11 @@ def compress_decoder_layers(
         ]
         if not recipe.tunes_end_to_end:
             return reports
-        result, reports = ranks.first(
-            lambda: tune_end_to_end(
-                model,
-                batches,
-                reports,
-                rate=recipe.tune_rate,
-                epochs=recipe.tune_epochs,
-                seed=seed,
-                device=device,
-                dtype=compute_dtype,
-                predictions=predictions,
-                progress=partial(progress, "tuning end to end"),
-            )
-        )
+        how: dict[str, Any] = {"rate": recipe.tune_rate, "epochs": recipe.tune_epochs, "seed": seed}
+        how |= {"device": device, "dtype": compute_dtype, "predictions": predictions}
+        how["progress"] = partial(progress, "tuning end to end")
+        train = distil if recipe.tune == "bqpo+distil" else tune_end_to_end
+        result, reports = ranks.first(lambda: train(model, batches, reports, **how))
         on_tuned("end to end", result)
         return reports
 

@@ -18,7 +18,7 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
     "prune": ("magnitude", "wanda", "sparsegpt", "sparsegpt-published", "none"),
     "quant": ("none", "int8", "fp8", *GROUP_KINDS, "keep"),
     "search": ("profile", "evolution", "rheosparse", "joint", "none"),
-    "tune": ("bqpo", "bqpo+e2e", "bqpo+kl", "none"),
+    "tune": ("bqpo", "bqpo+e2e", "bqpo+kl", "bqpo+distil", "none"),
     "refine": ("cg", "swaps", "none"),
     "order": ("windows", "columns"),
     "target": ("residual", "local"),
@@ -77,7 +77,8 @@ class Recipe:
             pattern, bits and format of each layer instead, such that `targets` hold.
         tune: how kept weights are trained. ``bqpo``: one decoder layer at a time, to match the dense one's outputs.
             ``bqpo+e2e``: then also the scales and zero points of quantised groups, on the language-model loss.
-            ``bqpo+kl``: the same, but on the KL divergence from the dense model's predictions.
+            ``bqpo+kl``: the same, but on the KL divergence from the dense model's predictions. ``bqpo+distil``: on
+            that, also all kept weights.
         ignore: glob patterns of module names; linear layers that match stay dense.
         refine: ``cg`` optimises the kept weights by conjugate gradients once the mask is final. ``swaps`` then
             exchanges kept and pruned weights within the windows of an n:m pattern, as long as that lowers the layer's
@@ -165,7 +166,7 @@ class Recipe:
             )
         if self.gpu != "auto" and not self.targets:
             raise RecipeError(f"gpu={self.gpu} names the GPU for which targets are predicted; give a target, too")
-        if self.tunes_end_to_end and not self.code_bits and self.search != "joint":
+        if self.tune in ("bqpo+e2e", "bqpo+kl") and not self.code_bits and self.search != "joint":
             raise RecipeError(
                 f"tune={self.tune} trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
             )
@@ -187,8 +188,13 @@ class Recipe:
 
     @property
     def tunes_end_to_end(self) -> bool:
-        """Whether scales and zero points are trained end to end, too."""
-        return self.tune in ("bqpo+e2e", "bqpo+kl")
+        """Whether the whole model is trained once all decoder layers are compressed."""
+        return self.tune in ("bqpo+e2e", "bqpo+kl", "bqpo+distil")
+
+    @property
+    def needs_predictions(self) -> bool:
+        """Whether the dense model's predictions are kept while it is compressed."""
+        return self.tune in ("bqpo+kl", "bqpo+distil")
 
     @property
     def searches_bank(self) -> bool:

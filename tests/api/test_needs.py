@@ -120,6 +120,17 @@ def test_a_search_holds_one_decoder_layer_where_the_model_does_not_fit(monkeypat
     assert of(9) - of(2) == 7 * streaming.KEPT * 4 * 24 * 1000
 
 
+def test_training_on_predictions_takes_a_copy_of_the_model_and_distilling_its_moments():
+    def of(tune: str) -> int:
+        model, plan = random_model("llama", num_hidden_layers=9), semisparse.api.read_recipe("gqsa", [f"tune={tune}"])
+        layers, batches = compression.list_decoder_layers(model, plan, {}), [torch.zeros(1, 10, dtype=torch.int64)]
+        return needs.needs_of(model, layers, plan, batches, torch.device("cpu"), Ranks(), None).host
+
+    weights = sum(parameter.numel() for parameter in random_model("llama", num_hidden_layers=9).parameters())
+    assert of("bqpo+kl") - of("bqpo+e2e") == 4 * weights + 10 * needs.PREDICTION_BYTES
+    assert of("bqpo+distil") - of("bqpo+kl") == 4 * 4 * weights
+
+
 def test_hidden_states_on_disk_are_counted_there(tmp_path: Path):
     def of(offload: Path | None, *settings: str) -> Needs:
         model, plan = random_model("llama"), semisparse.api.read_recipe("gqsa", ["pattern=g4@50%", *settings])

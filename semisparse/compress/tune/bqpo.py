@@ -10,7 +10,7 @@ residual stream after it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from semisparse.compress.decoder import LayerCall
 from semisparse.compress.trace import HookPoint, Reached, RoutedLayers, SharedInput, hooked
-from semisparse.compress.tune.quantised import add_fake_quantisation, remove_fake_quantisation
+from semisparse.compress.tune.quantised import TrainableScales, add_fake_quantisation, remove_fake_quantisation
 from semisparse.compress.tune.training import TuningResult, train
 from semisparse.quant.group import GroupScales
 
@@ -195,16 +195,35 @@ def _train_linears(
 ) -> tuple[TuningResult, dict[str, GroupScales | None]]:
     """Train the non-zero weights, scales and zero points of some linear layers on a loss of batches, in place."""
     token_counts = [target.shape[:-1].numel() for target in targets]
-    layer.requires_grad_(False)
-    linears = {name: layer.get_submodule(name) for name in scales}
+    with trainable_linears(layer, scales, rate) as (param_groups, trained):
+        result = train(param_groups, loss, token_counts, epochs=epochs, seed=seed, progress=progress)
+    return result, {name: trained[name].group_scales if name in trained else None for name in scales}
+
+
+@contextlib.contextmanager
+def trainable_linears(
+    module: nn.Module, scales: Mapping[str, GroupScales | None], rate: float
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, TrainableScales]]]:
+    """Make the non-zero weights, scales and zero points of some linear layers trainable, and all else fixed.
+
+    After the block the layers have the weights that were trained, quantised.
+
+    Args:
+        module: holds the linear layers, float32.
+        scales: the scales and zero points of each linear layer, by its name in ``module``; None if not quantised.
+        rate: learning rate, as a fraction of the root mean square of a layer's non-zero weights.
+    Yields:
+        The optimiser's parameter groups, and the scales and zero points of the quantised layers.
+    """
+    module.requires_grad_(False)
+    linears = {name: module.get_submodule(name) for name in scales}
     param_groups = [_weight_group(linears[name], CODE_RATE * rate if given else rate) for name, given in scales.items()]
     trainable = {name: add_fake_quantisation(linears[name], given) for name, given in scales.items() if given}
     param_groups += [each.param_group(SCALE_RATE * rate / 4**each.bits) for each in trainable.values()]
-    result = train(param_groups, loss, token_counts, epochs=epochs, seed=seed, progress=progress)
+    yield param_groups, trainable
     for name in trainable:
         remove_fake_quantisation(linears[name])
-    layer.requires_grad_(False)
-    return result, {name: trainable[name].group_scales if name in trainable else None for name in scales}
+    module.requires_grad_(False)
 
 
 def _weight_group(linear: nn.Module, rate: float) -> dict[str, Any]:

@@ -72,8 +72,7 @@ def tune_end_to_end(
             quantised_linears[report.name] = QuantisedLinear(linear, report.scales.to(weight_of(linear).device))
             quantised.set_submodule(report.name, quantised_linears[report.name])
     quantised.to(device)
-    for layer in decoder_layers(quantised)[1]:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)  # activation checkpointing
+    checkpoint_activations(quantised)
 
     def loss(index: int) -> Tensor:
         """Return the mean next-token cross-entropy or KL divergence of batch ``index``, in nats."""
@@ -95,3 +94,9 @@ def tune_end_to_end(
             report = replace(report, outcome=outcome, scales=trained.scales.group_scales)
         new_reports.append(report)
     return result, new_reports
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Make each decoder layer of a model compute its activations anew in the backward pass."""
+    for layer in decoder_layers(model)[1]:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
