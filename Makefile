@@ -29,15 +29,14 @@ test: setup
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m slow
 
-# Tests against the real vLLM (its Python code only: linear layers need none of its kernels), lm-eval, compressed-tensors and
-# GPTQModel. Their environment also finds the packages of .venv.
+# Tests against the real vLLM (its Python code only: linear layers need none of its kernels), lm-eval and GPTQModel, and the pages
+# in docs/. Their environment also finds the packages of .venv; make test has compressed-tensors.
 SERVING := .venv-serving
 VLLM := 0.33.0
 VLLM_BUILD := 'setuptools>=78.1.1,<81' setuptools_scm setuptools_rust wheel packaging jinja2
 test-serving: $(SERVING)/ready
 	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n auto --dist loadgroup -m '' tests/vllm \
-		tests/evaluate/test_tasks.py tests/docs tests/api/test_exporting.py tests/integrations/test_importers.py \
-		tests/integrations/test_gptqmodel.py
+		tests/evaluate/test_tasks.py tests/docs tests/integrations/test_gptqmodel.py
 
 $(SERVING)/ready: .venv/ready tests/serving-requirements.txt
 	$(BIN)/python -m venv --clear $(SERVING)

@@ -21,7 +21,9 @@ from tests.conftest import Run
 from tests.forked import exit_code
 from tests.models import byte_tokenizer
 
-SMALL = ("--samples", "4", "--seqlen", "32", "--set", "search=evolution", "--set", "search_effort=6")
+SMALL = ("--samples", "4", "--seqlen", "32")
+UNSEARCHED = (*SMALL, "--set", "search=none")
+EVOLUTION = (*SMALL, "--set", "search=evolution", "--set", "search_effort=6")
 
 
 def assert_same_files(left: Path, right: Path) -> None:
@@ -33,7 +35,7 @@ def assert_same_files(left: Path, right: Path) -> None:
 
 def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_path: Path):
     out = tmp_path / "out"
-    done = run("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", out, *SMALL, "--json")
+    done = run("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", out, *EVOLUTION, "--json")
     assert done.status == 0, done.err
     report = done.json
     sizes = "bytes_before", "bytes_after", "bytes_on_gpu"
@@ -123,7 +125,7 @@ def test_a_yaml_recipe_and_settings(run: Run, model: Path, text: Path, tmp_path:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("pattern: 2:4\nprune: wanda\nignore: ['*.down_proj']\n")
     arguments = ("--recipe", recipe, "--calib", text, "--out", tmp_path / "out", "--set", "pattern=g4@50%/row")
-    done = run("compress", model, *arguments, *SMALL, "--set", "search=none", "--json")
+    done = run("compress", model, *arguments, *UNSEARCHED, "--json")
     assert done.status == 0, done.err
     assert {layer["pattern"] for layer in done.json["layers"]} == {"g4@50%/row"}
     assert {layer["outcome"] for layer in done.json["layers"]} == {"wanda"}
@@ -140,7 +142,7 @@ def test_magnitude_needs_no_text(run: Run, model: Path, tmp_path: Path):
 
 def test_the_same_run_gives_the_same_bytes_and_another_seed_does_not(run: Run, model: Path, text: Path, tmp_path: Path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        arguments = ("--calib", text, "--out", tmp_path / name, "--seed", seed, *SMALL)
+        arguments = ("--calib", text, "--out", tmp_path / name, "--seed", seed, *UNSEARCHED)
         assert run("compress", model, "--recipe", "rheosparse", *arguments).status == 0
     assert_same_files(tmp_path / "a", tmp_path / "b")
     weights = "model.safetensors"
@@ -161,11 +163,10 @@ def run_until_written(piece: str, arguments: list[str]) -> None:
     cli.main()
 
 
-@pytest.mark.parametrize(("search", "piece"), [("evolution", "pass-0000"), ("none", "block-0000")])
+@pytest.mark.parametrize(("settings", "piece"), [(EVOLUTION, "pass-0000"), (UNSEARCHED, "block-0000")])
 def test_resume_after_sigkill_gives_the_same_bytes(
-    run: Run, model: Path, text: Path, tmp_path: Path, search: str, piece: str
+    run: Run, model: Path, text: Path, tmp_path: Path, settings: tuple[str, ...], piece: str
 ):
-    settings = [*SMALL, "--set", f"search={search}"]
     arguments = ["compress", str(model), "--recipe", "rheosparse", "--calib", str(text), *settings, "--resume"]
     assert run(*arguments, "--out", tmp_path / "whole").status == 0
     out = tmp_path / "out"
@@ -182,7 +183,7 @@ def test_resume_after_sigkill_gives_the_same_bytes(
 
 
 def test_resume_of_a_finished_run_changes_nothing(run: Run, model: Path, text: Path, tmp_path: Path):
-    arguments = ("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", tmp_path / "out", *SMALL)
+    arguments = ("compress", model, "--recipe", "rheosparse", "--calib", text, "--out", tmp_path / "out", *UNSEARCHED)
     first = run(*arguments, "--json").json
     second = run(*arguments, "--resume", "--json").json
     assert first | {"seconds": 0} == second | {"seconds": 0}

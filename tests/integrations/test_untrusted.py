@@ -1,7 +1,6 @@
 """Hostile directories: none of their code runs, no index is followed out of them, and shapes must be the model's."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -157,23 +156,25 @@ print("transformers" in sys.modules)
 """
 
 
-def test_verify_imports_no_transformers_for_a_model_that_it_knows(directory: Path, tmp_path: Path):
+def test_verify_imports_no_transformers_for_a_model_that_it_knows(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Shapes are recorded by config.json: a changed one is compared with the model that transformers builds."""
+    monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))
 
-    def verify() -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"SEMISPARSE_CACHE": str(tmp_path / "cache")}
-        words = [sys.executable, "-c", VERIFY, str(directory)]
-        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-
-    assert [verify().stdout.strip() for _ in range(2)] == ["True", "False"]
+    changed = Path(shutil.copytree(directory, tmp_path / "changed"))
+    change_config(changed, hidden_size=json.loads((directory / "config.json").read_text())["hidden_size"] * 2)
+    assert inspect_directory(directory, verify=True)["verified"]  # which records the shapes
+    words = [sys.executable, "-c", VERIFY, str(directory)]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "False\n"
     weights = load_file(directory / "model.safetensors")
     norm = next(key for key in weights if "norm" in key)
     save_file(weights | {norm: weights[norm][:-1].clone()}, directory / "model.safetensors", {"format": "pt"})
-    assert "the model of config.json has" in verify().stderr
+    for other in (directory, changed):
+        with pytest.raises(CheckpointError, match=r"the model of config\.json has"):
+            inspect_directory(other, verify=True)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    assert verify().stdout.strip() == "False"
-    change_config(directory, hidden_size=json.loads((directory / "config.json").read_text())["hidden_size"] * 2)
-    assert "the model of config.json has" in verify().stderr
+    assert inspect_directory(directory, verify=True)["verified"]
 
 
 def test_inspect_unpacks_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch):

@@ -245,7 +245,9 @@ def test_what_no_choice_reaches_is_refused_before_any_work(monkeypatch: pytest.M
     assert caught.value.least == pytest.approx({"bits": 3 / 16})
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 5, 8])
+@pytest.mark.parametrize(
+    "pieces", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 8]
+)
 def test_an_interrupted_search_goes_on_to_the_same_result(pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     identity = {"run": "one"}
     save, saved = Journal.save, []

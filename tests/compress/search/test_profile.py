@@ -3,13 +3,14 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from semisparse.compress import Journal, compress_decoder_layers, search
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.search import anew, search_patterns
+from semisparse.compress.search import SearchResult, anew, search_patterns
 from semisparse.compress.search.profile import (
     DEPTH,
     MAX_STEPS,
@@ -117,64 +118,90 @@ def test_steps_end_at_the_longest():
     assert len(scores) == 1 + 8 + MAX_STEPS
 
 
-def test_the_compressed_model_is_what_was_scored():
-    plan = replace(recipe("profile", "4:8"), search_tokens=10**6)
-    result = search_patterns(regular_model(), calibration(), plan, seed=0)
-    assert result.kl < result.uniform_kl
-    assert result.weights.keys() == result.patterns.keys()
-    assert 1 + 8 + 2 <= result.evaluations <= 1 + 8 + MAX_STEPS
-    dense, sparse = regular_model(), regular_model()
-    compress_decoder_layers(sparse, calibration(), plan, patterns=result.patterns, pruned=result.weights)
-    assert mean_kl(dense, sparse, calibration()) == pytest.approx(result.kl, rel=1e-3)
-    again = regular_model()
-    compress_decoder_layers(again, calibration(), plan, patterns=result.patterns)
-    assert mean_kl(dense, again, calibration()) == pytest.approx(result.kl, rel=1e-3), "pruned as a whole"
+PLAN = replace(recipe("profile", "4:8"), search_tokens=10**6)
+TOKENS = sum(batch.numel() for batch in calibration())
 
 
-def test_candidates_are_pruned_on_a_part_of_a_long_text_and_the_best_one_on_all(monkeypatch: pytest.MonkeyPatch):
-    batches, plan = calibration(), recipe("profile", "4:8")
-    held = sum(batch.numel() for batch in batches)
-    monkeypatch.setattr(search, "PROFILE_TOKENS", held // 2)
+class Profiled(NamedTuple):
+    """A search by profile, the tokens that each bank was built from, and its calls of progress."""
+
+    result: SearchResult
+    seen: list[int]
+    calls: list[tuple[int, int]]
+
+
+def profiled(part: int, journal: Journal | None) -> Profiled:
+    """Search on all tokens, or on one in ``part`` of them."""
     seen: list[int] = []
+    calls: list[tuple[int, int]] = []
 
     def build_bank(*arguments, batches, **options):
         seen.append(sum(batch.numel() for batch in batches))
         return real_bank(*arguments, batches=batches, **options)
 
     real_bank = anew.build_bank
-    monkeypatch.setattr(anew, "build_bank", build_bank)
-    result = search_patterns(regular_model(), batches, plan, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(anew, "build_bank", build_bank)
+        patch.setattr(search, "PROFILE_TOKENS", TOKENS // part)
+        result = search_patterns(
+            regular_model(), calibration(), PLAN, seed=0, journal=journal,
+            progress=lambda _, done, total: calls.append((done, total)),
+        )  # fmt: skip
+    return Profiled(result, seen, calls)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the journal of `whole` is."""
+    return tmp_path_factory.mktemp("profile")
+
+
+@pytest.fixture(scope="module")
+def whole(stored: Path) -> Profiled:
+    """A search on all tokens, with a journal."""
+    return profiled(1, Journal(stored, {}))
+
+
+@pytest.fixture(scope="module")
+def half() -> Profiled:
+    """A search on half of the tokens, without a journal."""
+    return profiled(2, None)
+
+
+def test_the_compressed_model_is_what_was_scored(whole: Profiled):
+    result = whole.result
+    assert result.kl < result.uniform_kl
+    assert result.weights.keys() == result.patterns.keys()
+    assert 1 + 8 + 2 <= result.evaluations <= 1 + 8 + MAX_STEPS
+    dense, sparse = regular_model(), regular_model()
+    compress_decoder_layers(sparse, calibration(), PLAN, patterns=result.patterns, pruned=result.weights)
+    assert mean_kl(dense, sparse, calibration()) == pytest.approx(result.kl, rel=1e-3)
+    again = regular_model()
+    compress_decoder_layers(again, calibration(), PLAN, patterns=result.patterns)
+    assert mean_kl(dense, again, calibration()) == pytest.approx(result.kl, rel=1e-3), "pruned as a whole"
+
+
+def test_candidates_are_pruned_on_a_part_of_a_long_text_and_the_best_one_on_all(half: Profiled):
+    result, batches = half.result, calibration()
     assert result.weights == {}
-    assert len(seen) == result.evaluations
-    assert set(seen) == {batches[0].numel()}
+    assert len(half.seen) == result.evaluations
+    assert set(half.seen) == {batches[0].numel()}
     found, all_text = regular_model(), regular_model()
-    compress_decoder_layers(found, batches, plan, patterns=result.patterns, pruned=result.weights)
-    compress_decoder_layers(all_text, batches, plan, patterns=result.patterns)
+    compress_decoder_layers(found, batches, PLAN, patterns=result.patterns, pruned=result.weights)
+    compress_decoder_layers(all_text, batches, PLAN, patterns=result.patterns)
     for (name, weight), other in zip(found.named_parameters(), all_text.parameters(), strict=True):
         assert torch.equal(weight, other), name
 
 
-def test_progress_counts_the_decoder_layers_of_all_candidates():
-    calls: list[tuple[int, int]] = []
-    plan = recipe("profile", "4:8")
-    found = search_patterns(
-        regular_model(), calibration(), plan, seed=0, progress=lambda _, done, total: calls.append((done, total))
-    )
-    assert calls == [(done, 5 * (1 + 8 + MAX_STEPS)) for done in range(5 * found.evaluations)]
+def test_progress_counts_the_decoder_layers_of_all_candidates(whole: Profiled):
+    assert whole.calls == [(done, 5 * (1 + 8 + MAX_STEPS)) for done in range(5 * whole.result.evaluations)]
 
 
-def test_weights_are_stored_only_if_they_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Of all candidates on the whole text, the journal has those of the best one; on a part of it, of none."""
-    plan = recipe("profile", "4:8")
-    search_patterns(regular_model(), calibration(), plan, seed=0, journal=Journal(tmp_path / "whole", {}))
-    sizes = sorted(path.stat().st_size for path in (tmp_path / "whole").glob("pass-*.safetensors"))
+def test_of_all_candidates_on_the_whole_text_the_best_one_s_weights_are_stored(whole: Profiled, stored: Path):
+    sizes = sorted(path.stat().st_size for path in stored.glob("pass-*.safetensors"))
+    assert len(sizes) == whole.result.evaluations
     assert sizes[-2] < 1000 < sizes[-1]
-    assert list((tmp_path / "whole").glob("bank-*.safetensors"))
-    held = sum(batch.numel() for batch in calibration())
-    monkeypatch.setattr(search, "PROFILE_TOKENS", held // 2)
-    search_patterns(regular_model(), calibration(), plan, seed=0, journal=Journal(tmp_path / "part", {}))
-    assert max(path.stat().st_size for path in (tmp_path / "part").glob("*.safetensors")) < 1000
-    assert not list((tmp_path / "part").glob("bank-*"))
+    assert list(stored.glob("bank-*.safetensors"))
 
 
 @pytest.mark.parametrize(("tokens", "kept"), [(10**9, [0, 1, 2, 3, 4, 5, 6]), (1, [0]), (20, [0, 3]), (21, [0, 2, 4])])
@@ -185,14 +212,15 @@ def test_a_sample_is_spread_over_the_text(tokens: int, kept: list[int]):
 
 @pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("calls", [*(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 64)), 7])
-def test_resumed_at_any_call_of_progress(calls: int, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_resumed_at_any_call_of_progress(
+    calls: int, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
     """In the second layer of a candidate, and after the best one; a candidate has five calls.
 
-    On the whole text, where weights are kept, and on a part of it.
+    On the whole text, where weights are kept, and on a part of it, where the journal has the weights of none.
     """
-    monkeypatch.setattr(search, "PROFILE_TOKENS", sum(batch.numel() for batch in calibration()) // part)
-    plan = recipe("profile", "4:8")
-    expected = search_patterns(regular_model(), calibration(), plan, seed=0)
+    monkeypatch.setattr(search, "PROFILE_TOKENS", TOKENS // part)
+    expected = request.getfixturevalue("whole" if part == 1 else "half").result
     made = []
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -201,12 +229,12 @@ def test_resumed_at_any_call_of_progress(calls: int, part: int, tmp_path: Path, 
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        search_patterns(regular_model(), calibration(), plan, seed=0, progress=interrupt, journal=Journal(tmp_path, {}))
+        search_patterns(regular_model(), calibration(), PLAN, seed=0, progress=interrupt, journal=Journal(tmp_path, {}))
     resumed: list[int] = []
     again = search_patterns(
         regular_model(),
         calibration(),
-        plan,
+        PLAN,
         seed=0,
         progress=lambda _, done, __: resumed.append(done),
         journal=Journal(tmp_path, {}),
@@ -215,3 +243,6 @@ def test_resumed_at_any_call_of_progress(calls: int, part: int, tmp_path: Path, 
     assert len(resumed) == 5 * expected.evaluations - (calls - 1) // 5 * 5
     for name, masked in expected.weights.items():
         assert torch.equal(masked.values, again.weights[name].values)
+    if part == 2:
+        assert max(path.stat().st_size for path in tmp_path.glob("*.safetensors")) < 1000
+        assert not list(tmp_path.glob("bank-*"))
