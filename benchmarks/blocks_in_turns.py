@@ -1,24 +1,31 @@
 """The steps and prompts of blocks.py with all formats in one process, which take turns.
 
     python benchmarks/blocks_in_turns.py OUT.csv [--arch llama2-7b] [--blocks 8] [--batches 1,8,32,64,128]
-        [--prompts 128,256,512,1024,2048,4096,8192] [--seconds 200]
+        [--prompts 128,256,512,1024,2048,4096,8192] [--seconds 200] [--works prompt,idle,eager,wall,step]
+        [--starts 96]
 
 Needs a GPU. A process per format compares a GPU that has just started with one at its power limit, and a quiet host
-with a busy one. Here each round runs every format once, every other round in reverse order, so all see the same clock.
-The first rounds, half a second, are not counted. ``work`` is, as in blocks.py: ``step``, ``prompt``, ``eager`` and
-``wall``; ``alone`` is ``eager`` with nothing of other formats in between. Weights with ``late`` have the same graphs,
-but GEMMs start when the kernel before the one that writes x has ended, up to ``MOST_LATE`` tokens; without ``late``
-they start early for any number of tokens (`MAX_EARLY_TOKENS`), except as ``eager``, ``wall`` and ``alone``.
-``--only-compile`` times nothing.
+with a busy one. Here all formats take turns. A turn is `WARM_SECONDS` of runs that are not counted, in which the clock
+falls to what the format's own power allows, and `COUNTED_SECONDS` that are. With turns of one run, what ran before
+decided: a GEMM took 12.8 ms behind dense and 11.6 behind unpacked weights. ``work`` is, as in blocks.py: ``step``,
+``prompt``, ``eager`` and ``wall``; ``idle`` is ``prompt`` once after `PAUSE` seconds in which the GPU has rested.
+
+Weights with ``late`` have the same graphs, but GEMMs start when the kernel before the one that writes x has ended;
+those with ``early`` start before that. Without either they start as the engine has it (`MAX_EARLY_TOKENS`).
+They are compared for the counts of ``--starts``. Weights with ``gemm`` never unpack, those with ``unpack`` always do,
+in prompts of `LEAST_UNPACKED` to `MOST_UNPACKED` tokens. ``--only-compile`` times nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 from blocks import CONTEXT, GPU, POSITION, STEPS, WEIGHTS, Row, Subject, backend_of, captured, integers
@@ -28,13 +35,27 @@ from semisparse.bench.table import write_csv
 from semisparse.engine import Sampling
 from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.decoder import Cache
+from semisparse.errors import KernelError
+from semisparse.formats import product
+from semisparse.formats.base import Format
+from semisparse.formats.kernel import Kernel, Problem
 from semisparse.runtime import expand_gemm
 
-ROUNDS, WARM_SECONDS = 11, 0.5
-MOST_LATE = 512
+ROUNDS, WARM_SECONDS, COUNTED_SECONDS = 3, 0.2, 0.1
+IDLE_ROUNDS, PAUSE = 7, 0.15
+LEAST_UNPACKED, MOST_UNPACKED = 1024, 4096
+"""Tokens for which GEMMs and unpacked weights are compared."""
+
+KERNELS = {"gemm": ("gemm_wgmma", "gemm"), "unpack": ("unpack_tiles", "unpack")}
+"""Kernels by what follows the weights' name, the preferred ones first."""
+
+WORKS = ("prompt", "idle", "eager", "wall", "step")
+NOTHING: AbstractContextManager[None] = nullcontext()
 Backends = dict[str, DecoderBackend]
 Run = Callable[[], float]
 """Runs once, and returns the seconds."""
+
+Captured = TypeVar("Captured")
 
 
 def prepare(options: argparse.Namespace, weights: str) -> DecoderBackend:
@@ -47,21 +68,41 @@ def prepare(options: argparse.Namespace, weights: str) -> DecoderBackend:
         backend.compile([[0] * 16] * count, POSITION, 0)
     for length in options.prompts:
         backend.compile([[0] * length], 1, 0)
+    for kind in KERNELS:
+        with choosing(kind):
+            for length in options.prompts:
+                if LEAST_UNPACKED <= length <= MOST_UNPACKED:
+                    backend.decoder.compile(1, [1], [length])
     print(f"{weights}: prepared in {time.perf_counter() - start:.0f} s", flush=True)
     return backend
 
 
-def in_turns(runs: dict[str, Run], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Run all in turns; return the seconds of each run after the first rounds."""
-    order, begin, warm = list(runs), time.perf_counter(), True
+def in_turns(runs: dict[str, Run]) -> dict[str, list[float]]:
+    """Run all in turns, each round from another one on; return the counted seconds."""
+    order = list(runs)
+    found: dict[str, list[float]] = {name: [] for name in order}
+    for number in range(ROUNDS):
+        first = number * len(order) // ROUNDS
+        for name in order[first:] + order[:first]:
+            begin = time.perf_counter()
+            while time.perf_counter() - begin < WARM_SECONDS:
+                runs[name]()
+            counted = [runs[name]()]
+            while time.perf_counter() - begin < WARM_SECONDS + COUNTED_SECONDS:
+                counted.append(runs[name]())
+            found[name] += counted
+    return found
+
+
+def rested(runs: dict[str, Run]) -> dict[str, list[float]]:
+    """Run all in turns, once each per round, after a pause; the first round is not counted."""
     found: dict[str, list[float]] = {name: [] for name in runs}
-    while warm or len(found[order[0]]) < rounds:
-        warm = warm and time.perf_counter() - begin < WARM_SECONDS
-        for name in order:
-            seconds = runs[name]()
-            if not warm:
+    for number in range(IDLE_ROUNDS + 1):
+        for name, run in runs.items():
+            time.sleep(PAUSE)
+            seconds = run()
+            if number:
                 found[name].append(seconds)
-        order.reverse()
     return found
 
 
@@ -84,19 +125,35 @@ def replaying(graph: torch.cuda.CUDAGraph, times: int, before: Callable[[], obje
 @contextmanager
 def starting(early: bool) -> Iterator[None]:
     """Capture kernels that start early, or not."""
-    before = expand_gemm.MAX_EARLY_TOKENS
-    expand_gemm.MAX_EARLY_TOKENS = expand_gemm.MAX_TOKENS if early else 0
-    yield
-    expand_gemm.MAX_EARLY_TOKENS = before
+    with patch.object(expand_gemm, "MAX_EARLY_TOKENS", expand_gemm.MAX_TOKENS if early else 0):
+        yield
 
 
-def stepping(backend: DecoderBackend, count: int, early: bool = True) -> Run:
-    """Return what runs `STEPS` captured decode steps of ``count`` sequences."""
+@contextmanager
+def choosing(kind: str) -> Iterator[None]:
+    """Capture kernels of a kind of `KERNELS` wherever a format has one that can compute the matmul."""
+    before = Format.choose
+
+    def choose(form: Format, problem: Problem, kernel: str = "auto") -> Kernel:
+        for name in KERNELS[kind]:
+            found = next((one for one in form.kernels if one.name == name), None)
+            if kernel == "auto" and found and found.refusal(problem) is None:
+                return found
+        return before(form, problem, kernel)
+
+    product._prepared.cache_clear()
+    with patch.object(Format, "choose", choose):
+        yield
+    product._prepared.cache_clear()
+
+
+def stepping(backend: DecoderBackend, count: int, variant: AbstractContextManager[None] = NOTHING) -> Run:
+    """Return what runs `STEPS` captured decode steps of ``count`` sequences, captured in a variant."""
     backend.compile([[0] * 16] * count, POSITION, 0)
     prompts = random_prompts(backend.vocabulary, Workload(count, 16, 1)).tolist()
     with torch.no_grad():
         state, _ = backend.begin(prompts, POSITION + STEPS)
-        with starting(early):
+        with variant:
             backend._graphs = {}
             graph = backend._graph(state, Sampling())
 
@@ -108,14 +165,23 @@ def stepping(backend: DecoderBackend, count: int, early: bool = True) -> Run:
 
 
 @torch.no_grad()
-def prompting(backend: DecoderBackend, length: int) -> tuple[Run, Run, Run, Run]:
-    """Return what runs a prompt captured, launched from Python, as `generate` runs it, and captured late."""
+def capturing(
+    backend: DecoderBackend, length: int, variant: AbstractContextManager[None] = NOTHING
+) -> tuple[torch.cuda.CUDAGraph, object]:
+    """Return the graph of a prompt, captured in a variant, and what has to live as long."""
+    tokens = random_prompts(backend.vocabulary, Workload(1, length, 1))
+    cache = Cache.make(backend.decoder, 1, length)
+    on_gpu, last = tokens.to(GPU), torch.tensor([length - 1], device=GPU)
+    with variant:
+        graph = captured(lambda: backend.decoder.padded_prompt(on_gpu, last, cache))
+    return graph, (cache, on_gpu, last)
+
+
+@torch.no_grad()
+def prompting(backend: DecoderBackend, length: int) -> tuple[Run, Run]:
+    """Return what runs a prompt launched from Python, and as `generate` runs it."""
     tokens = random_prompts(backend.vocabulary, Workload(1, length, 1)).tolist()
-    backend.compile(tokens, 1, 0)
     captures = backend._captured_length
-    decoder = backend.decoder
-    cache = Cache.make(decoder, 1, length)
-    on_gpu, last = torch.tensor(tokens, device=GPU), torch.tensor([length - 1], device=GPU)
 
     def wall() -> float:
         torch.cuda.synchronize()
@@ -132,11 +198,32 @@ def prompting(backend: DecoderBackend, length: int) -> tuple[Run, Run, Run, Run]
             backend._captured_length = captures  # type: ignore[method-assign]
 
     eager(), wall()
-    times, graphs = 3 if length < 4096 else 1, []
-    for early in (True, False):
-        with starting(early):
-            graphs.append(captured(lambda: decoder.padded_prompt(on_gpu, last, cache)))
-    return replaying(graphs[0], times), eager, wall, replaying(graphs[1], times)
+    return eager, wall
+
+
+def variants(count: int, prompt: bool, starts: Sequence[int]) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    """Return what is captured beside the engine's own choices, by what follows the weights' name."""
+    found: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+    if count in starts:
+        early = count <= expand_gemm.MAX_EARLY_TOKENS
+        found[" late" if early else " early"] = partial(starting, not early)
+    if prompt and LEAST_UNPACKED <= count <= MOST_UNPACKED:
+        found |= {f" {kind}": partial(choosing, kind) for kind in KERNELS}
+    return found
+
+
+def with_variants(
+    capture: Callable[..., Captured], backends: Backends, count: int, prompt: bool, starts: Sequence[int]
+) -> dict[str, Captured]:
+    """Capture all weights and their variants, by name. A variant that cannot run is printed and left out."""
+    runs = {name: capture(backend, count) for name, backend in backends.items()}
+    for name, backend in backends.items():
+        for suffix, variant in variants(count, prompt, starts).items() if name != "dense" else ():
+            try:
+                runs[name + suffix] = capture(backend, count, variant())
+            except (KernelError, torch.OutOfMemoryError) as error:
+                print(f"{name}{suffix}, {count}: {error}"[:500], flush=True)
+    return runs
 
 
 def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
@@ -147,21 +234,22 @@ def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
             yield Subject(options.arch, options.blocks, name).row(work, count, seconds)
 
     for length in options.prompts:
-        runs = {name: prompting(backend, length) for name, backend in backends.items()}
-        for index, work in enumerate(("prompt", "eager", "wall")):
-            compared = {name: of[index] for name, of in runs.items()}
-            if work == "prompt" and length <= MOST_LATE:
-                compared |= {f"{name} late": of[3] for name, of in runs.items() if name != "dense"}
-            yield from rows(work, length, in_turns(compared))
-        if length <= 512:
-            for name, of in runs.items():
-                yield from rows("alone", length, in_turns({name: of[1]}))
-        del runs
+        if {"prompt", "idle"} & set(options.works):
+            graphs = with_variants(capturing, backends, length, True, options.starts)
+            if "prompt" in options.works:
+                at_once = 1 if length > 1024 else 3
+                found = in_turns({name: replaying(graph, at_once) for name, (graph, _) in graphs.items()})
+                yield from rows("prompt", length, found)
+            if "idle" in options.works:
+                yield from rows("idle", length, rested({name: replaying(graphs[name][0], 1) for name in backends}))
+            del graphs
+        launched = {name: prompting(backend, length) for name, backend in backends.items()}
+        for index, work in enumerate(("eager", "wall")):
+            if work in options.works:
+                yield from rows(work, length, in_turns({name: of[index] for name, of in launched.items()}))
         torch.cuda.empty_cache()
-    for count in options.batches:
-        steps = {name: stepping(backend, count) for name, backend in backends.items()}
-        steps |= {f"{name} late": stepping(of, count, early=False) for name, of in backends.items() if name != "dense"}
-        yield from rows("step", count, in_turns(steps))
+    for count in options.batches if "step" in options.works else ():
+        yield from rows("step", count, in_turns(with_variants(stepping, backends, count, False, options.starts)))
 
 
 def main() -> None:
@@ -173,6 +261,8 @@ def main() -> None:
     parser.add_argument("--weights", default="dense,bitmask,gqs,vector_nm,ec_csr")
     parser.add_argument("--batches", type=integers, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--prompts", type=integers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--starts", type=integers, default=[], help="counts of early and late starts")
+    parser.add_argument("--works", type=lambda text: text.split(","), default=list(WORKS))
     parser.add_argument("--seconds", type=float, default=200, help="of measuring, after which the rest is left out")
     parser.add_argument("--only-compile", action="store_true")
     options = parser.parse_args()

@@ -96,6 +96,7 @@ def starts() -> str:
         later = of["later"]
         if not later:
             continue
+        of = {kind: [row for row in found if row["call"] == later[0]["call"]] for kind, found in of.items()}
         whole, beyond, read = (
             median(float(row[key]) for row in later) for key in ("wall_seconds", "beyond_reading", "read_seconds")
         )
