@@ -104,7 +104,7 @@ def _shapes_of(text: str) -> list[LayerShape]:
 
 @cache
 def _shapes_of_fields(fields: str, fused: bool) -> list[LayerShape]:
-    """Return the shapes of the architecture of these fields, as JSON. Its model takes 50 ms; `auto` asks often."""
+    """Return the shapes of an architecture by its fields, JSON. Its model takes 50 ms to build; `auto` asks often."""
     return _grouped(*_linears(AutoConfig.for_model(**json.loads(fields))), fused=fused)
 
 

@@ -43,7 +43,11 @@ def compress(source: Path, way: str, out: Path, stop_at: int = 0) -> None:
     semisparse.compress(source, recipe=recipe, out=out, resume=True, progress=progress, **kwargs)
 
 
-@pytest.mark.parametrize("way", RECIPES)
+@pytest.mark.parametrize(
+    "way",
+    ["sparsegpt", "groups, tuned"]
+    + [pytest.param(way, marks=pytest.mark.slow) for way in ("kept", "magnitude", "rounded when packed")],
+)
 def test_a_resumed_run_writes_the_same_files(way: str, source: Path, tmp_path: Path):
     compress(source, way, tmp_path / "whole")
     for stop_at in (2, 3):

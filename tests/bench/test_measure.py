@@ -13,7 +13,6 @@ from semisparse.bench.kernels import Measurement, Setup, Skipped, measure_layer
 from semisparse.bench.machine_facts import machine_facts
 from semisparse.bench.machines import Machine
 from semisparse.bench.model import Workload, make_sparse, measure_in_engine
-from semisparse.bench.plot_kernels import plot_kernels
 from semisparse.bench.roofline import Candidate, candidates, random_weight
 from semisparse.bench.shapes import LayerShape
 from semisparse.bench.table import read_csv, write_csv
@@ -162,14 +161,6 @@ def test_predictions_are_compared_with_the_fastest_kernel():
     assert found.predicted_us == pytest.approx(predicted)
     assert found.error == pytest.approx(predicted / row.us - 1)
     assert median_errors([found]) == {"dense": abs(found.error)}
-
-
-def test_plots_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    rows = [row for row in measured() if isinstance(row, Measurement)]
-    files = plot_kernels(rows, tmp_path / "plots")
-    assert [file.name for file in files] == ["speedup.png", "roofline.png", "storage.png"]
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files)
 
 
 def test_machine_facts_name_their_units(tmp_path, monkeypatch):

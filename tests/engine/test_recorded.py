@@ -72,7 +72,7 @@ def test_the_second_start_computes_the_same_bits(architecture: str, form: str, d
 
 
 def test_the_second_command_imports_no_transformers(run: Run, tmp_path: Path):
-    words = ("generate", saved(tmp_path), *["--prompt", "abc", "--max-new-tokens", "8", "--device", "cpu", "--json"])
+    words = ("generate", saved(tmp_path), "--prompt", "abc", "--max-new-tokens", "8", "--device", "cpu", "--json")
     command = (
         f"import sys; from semisparse.cli import app; app({[*map(str, words)]!r}, standalone_mode=False); "
         "print({'torch._dynamo', 'transformers', 'sympy'} & set(sys.modules))"

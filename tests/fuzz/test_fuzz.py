@@ -1,7 +1,6 @@
 """Some mutated directories, and all that were once faults: none crashes, hangs, or raises an untyped exception."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # slow kernels
 
 CORPUS = json.loads(Path(__file__).with_name("corpus.json").read_text())
 
-SEED, CASES, SECONDS = 0, 100, 12
-"""The seed of the new cases, their maximum number, and the seconds after which no more are run."""
+SEED, CASES = 0, 100
+"""The seed of the new cases, and their number."""
 
 
 @pytest.fixture(scope="module")
@@ -23,17 +22,16 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     return Session(tmp_path_factory.mktemp("fuzz"))
 
 
-def test_mutated_directories_have_sound_outcomes(session: Session):
-    start, kinds, done = time.monotonic(), set(), set()
-    for number in range(CASES):
+@pytest.mark.parametrize("cases", [range(30), pytest.param(range(30, CASES), marks=pytest.mark.slow)], ids=len)
+def test_mutated_directories_have_sound_outcomes(session: Session, cases: range):
+    kinds, done = set(), set()
+    for number in cases:
         outcome = session.run(SEED, number)
         assert outcome.kind in SOUND, (number, outcome)
         kinds.add(outcome.kind)
         done.update(outcome.mutations)
-        if time.monotonic() - start > SECONDS:
-            break
     assert kinds >= {"refused", "equal logits", "other logits"}
-    assert done >= {mutation.__name__ for mutation in MUTATIONS} or number < CASES - 1
+    assert done >= {mutation.__name__ for mutation in MUTATIONS} or len(cases) < CASES / 2
 
 
 @pytest.mark.parametrize("fault", CORPUS, ids=lambda fault: f"{fault['source']}-{fault['seed']}-{fault['case']}")

@@ -17,7 +17,10 @@ PLAIN = {s.format: s for s in every_format() if s.name not in SPECIAL}
 SERVED = {s.name: s for s in (*PLAIN.values(), *every_format()) if s in PLAIN.values() or s.name in SPECIAL}
 """A model of each format, and some more; the contract tests have every variant of a format."""
 FORMATS = pytest.mark.parametrize("served", SERVED.values(), ids=SERVED)
-TRACED = pytest.mark.parametrize("served", [PLAIN["bitmask"], SERVED["bias"]], ids=["bitmask", "bias"])
+TRACED = pytest.mark.parametrize(
+    "served",
+    [pytest.param(PLAIN["bitmask"], id="bitmask"), pytest.param(SERVED["bias"], id="bias", marks=pytest.mark.slow)],
+)
 """Tracing a whole model takes seconds; tests/formats/test_traced_product.py traces a layer of every format."""
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 

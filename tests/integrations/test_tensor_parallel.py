@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from semisparse.nn import join_layers
 from tests.forked import on_ranks
 from tests.serving import SIZES, Served, every_format, one, write
 
-pytestmark = pytest.mark.xdist_group("tensor parallel")  # one process makes `folder`, which takes a minute
+pytestmark = pytest.mark.xdist_group("tensor parallel")  # one process makes the folders, which takes a minute
 
 WIDE = {**SIZES, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 LLAMA = LlamaConfig(**WIDE, attention_bias=True)
@@ -34,7 +36,11 @@ WORLDS = {2: SERVED, 4: {"searched": SERVED["searched"]}}
 """Models by number of ranks: one of each format at two; tests/nn/test_slicing.py cuts every variant."""
 RUNS = pytest.mark.parametrize(
     ("served", "ranks"),
-    [pytest.param(s, ranks, id=f"{s.name}-{ranks}") for ranks, chosen in WORLDS.items() for s in chosen.values()],
+    [
+        pytest.param(s, ranks, id=f"{s.name}-{ranks}", marks=[pytest.mark.slow] if ranks > 2 else [])
+        for ranks, chosen in WORLDS.items()
+        for s in chosen.values()
+    ],
 )
 
 ATTENTION = "model.layers.0.self_attn.q_proj_k_proj_v_proj"
@@ -70,17 +76,22 @@ def _rank(rank: int, ranks: int, folder: Path, directories: list[Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every model, alone and on its ranks."""
-    folder = tmp_path_factory.mktemp("parallel")
-    directories = {served.name: write(served, folder / served.folder) for served in SERVED.values()}
-    for ranks, chosen in WORLDS.items():
-        on_ranks(_rank, (ranks, folder, [directories[served.name] for served in chosen.values()]), ranks)
-    return folder
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that returns the folder of the models of so many ranks: each alone and on its ranks."""
+
+    @cache
+    def folder_of(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp("parallel")
+        directories = [write(served, folder / served.folder) for served in WORLDS[ranks].values()]
+        on_ranks(_rank, (ranks, folder, directories), ranks)
+        return folder
+
+    return folder_of
 
 
 @RUNS
-def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, folder: Path):
+def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, folder_of: Callable[[int], Path]):
+    folder = folder_of(ranks)
     alone = AutoModelForCausalLM.from_pretrained(folder / served.folder, dtype=torch.float32)
     found = [torch.load(folder / f"{served.folder}-{ranks}-{rank}.pt") for rank in range(ranks)]
     with torch.no_grad():
@@ -103,7 +114,8 @@ def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, fol
 
 
 @RUNS
-def test_saving_gathers_the_bytes_that_were_loaded(served: Served, ranks: int, folder: Path):
+def test_saving_gathers_the_bytes_that_were_loaded(served: Served, ranks: int, folder_of: Callable[[int], Path]):
+    folder = folder_of(ranks)
     loaded, saved = folder / served.folder, folder / f"{served.folder}-{ranks}"
     assert (saved / "model.safetensors").read_bytes() == (loaded / "model.safetensors").read_bytes()
     assert (saved / "config.json").read_bytes() == (loaded / "config.json").read_bytes()
