@@ -35,8 +35,9 @@ one group of row tiles then, and the next kernel's CTAs copy their weights as so
 GEMM_MIN_TOKENS = 17
 """Minimum M. Below it decode.cu is faster (H200, 32:64)."""
 
-GEMM_MAX_TOKENS = {1 << 24: 1024, 1 << 22: 512, 0: 128}
-"""Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64)."""
+GEMM_MAX_TOKENS = {1 << 24: 2048, 1 << 22: 512, 0: 128}
+"""Maximum M, by minimum N * K. Above it unpack.cu is faster, or nearly (H200, 32:64): at 2,048 tokens it takes .80 to
+1.17 times as long (median 1.06), at 4,096 .84 to 1.05 (.98; formats/tables/nvidia-h200.csv)."""
 
 GEMM_RATES = {
     0: Rates(expand_us=0.204, overlap=2.4),
