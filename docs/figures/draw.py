@@ -130,7 +130,7 @@ def _speed(axes: Axes) -> None:
         axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label)
     tuned = _rows("../semisparse/formats/tables/nvidia-h200.csv")
     for label, kind, pattern, dtype, marker, colour in (
-        ("W4, groups of 128 (gqs)", "w4", "g128@0%", "float16", "s", BLUE),
+        ("W4, groups of 128 (gqs)", "w4", "g128@0%", "bfloat16", "s", BLUE),
         ("W4, half of the groups dropped (gqs)", "w4", "g16@50%", "bfloat16", "D", RED),
     ):
         best = {}
