@@ -6,7 +6,6 @@ python docs/figures/draw.py
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import matplotlib
@@ -114,31 +113,33 @@ def _quality(axes: Axes) -> None:
 
 def _speed(axes: Axes) -> None:
     shape = ("28672", "8192")
-    series = {
-        "dense 16 bits (cuBLAS)": ("dense", "0%", "", "x", "black"),
-        "dense fp8": ("dense", "0%", "fp8", "P", ORANGE),
-        "32:64 in 16 bits (bitmask)": ("bitmask", "32:64", "", "^", GREEN),
-    }
-    measured = [*_rows("h200/kernels-float16.csv"), *_rows("h200/kernels-bfloat16.csv")]
-    for label, (form, pattern, kind, marker, colour) in series.items():
-        best: dict[int, float] = {}
-        for row in measured:
-            options = json.loads(row["options"])["kind"] if row["options"] else ""
-            if (row["n"], row["k"], row["format"], row["pattern"], options) == (*shape, form, pattern, kind):
-                best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row["us"]))
-        points = sorted((m, us) for m, us in best.items() if m <= 256)
-        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label)
-    tuned = _rows("../semisparse/formats/tables/nvidia-h200.csv")
-    for label, kind, pattern, dtype, marker, colour in (
-        ("W4, groups of 128 (gqs)", "w4", "g128@0%", "bfloat16", "s", BLUE),
-        ("W4, half of the groups dropped (gqs)", "w4", "g16@50%", "bfloat16", "D", RED),
+    tuned = [
+        row
+        for row in _rows("../semisparse/formats/tables/nvidia-h200.csv")
+        if (row["n"], row["k"], row["dtype"]) == (*shape, "bfloat16") and int(row["m"]) <= 256
+    ]
+    fp8 = [
+        row
+        for row in _rows("h200/kernels-bfloat16.csv")
+        if (row["n"], row["k"], row["format"]) == (*shape, "dense")
+        and '"fp8"' in row["options"]
+        and int(row["m"]) <= 256
+    ]
+
+    def of(form: str, pattern: str, kind: str) -> list[dict[str, str]]:
+        return [row for row in tuned if (row["format"], row["pattern"], row["variant"]) == (form, pattern, kind)]
+
+    dropped = of("gqs", "g16@50%", "w4")
+    for label, rows, column, marker, colour in (
+        ("dense 16 bits (cuBLAS)", dropped, "dense_us", "x", "black"),
+        ("dense fp8", fp8, "us", "P", ORANGE),
+        ("32:64 in 16 bits (bitmask)", of("bitmask", "32:64", ""), "us", "^", GREEN),
+        ("W4, groups of 128 (gqs)", of("gqs", "g128@0%", "w4"), "us", "s", BLUE),
+        ("W4, half of the groups dropped (gqs)", dropped, "us", "D", RED),
     ):
-        best = {}
-        for row in tuned:
-            asked = (*shape, "gqs", pattern, kind, dtype)
-            same = (row["n"], row["k"], row["format"], row["pattern"], row["variant"], row["dtype"]) == asked
-            if same and int(row["m"]) <= 256:
-                best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row["us"]))
+        best: dict[int, float] = {}
+        for row in rows:
+            best[int(row["m"])] = min(best.get(int(row["m"]), float("inf")), float(row[column]))
         axes.plot(*zip(*sorted(best.items()), strict=True), marker=marker, color=colour, label=label)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
