@@ -1,7 +1,7 @@
 """KL of models compressed with float32 matmuls, and with sums of three bfloat16 products.
 
 Usage: python benchmarks/three_pass.py DATA OUT.csv [--seeds 0,1,2] [--models pycode-11m,babyllama-1m]
-           [--matmuls "three products,float32"] [--samples 32] [--chunks 64] [--device cpu]
+           [--patterns 32:64,2:4] [--matmuls "three products,float32"] [--samples 32] [--chunks 64] [--device cpu]
 
 `another order` is float32 with batches of half as many tokens: nothing but the order of the sums differs. On a CPU the
 three products, which `compress` takes on GPUs only, are emulated: the operands are rounded, the sums are in float32.
@@ -91,12 +91,15 @@ def main() -> None:
     parser = parser_of(__doc__, None)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--models", default="babyllama-1m,pycode-11m")
+    parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--matmuls", default="three products,float32,another order")
     options = parser.parse_args()
     rows = read_rows(options.csv)
     subjects = {name: Subject(name, options) for name in options.models.split(",")}
     for seed in options.seeds.split(","):
-        for (name, subject), pattern in ((item, pattern) for item in subjects.items() for pattern in PATTERNS):
+        for (name, subject), pattern in (
+            (item, pattern) for item in subjects.items() for pattern in options.patterns.split(",")
+        ):
             device = torch.device(subject.device).type
             ways = {
                 "three products": three_products(device),
