@@ -24,8 +24,8 @@ DISTIL_RATE = 0.3
 """Learning rate, as a fraction of the recipe's `tune_rate`. With 1 no step lowers the held-out loss of babyllama-1m."""
 
 PASSES = 2
-"""Passes over the calibration text for each that the recipe's `tune_epochs` allows. One leaves a KL that is 5 % higher on
-babyllama-1m (docs/experiments/tuning.md)."""
+"""Passes over the calibration text for each that the recipe's `tune_epochs` allows. One leaves a KL that is
+5 % higher on babyllama-1m (docs/experiments/tuning.md)."""
 
 
 def distil(
