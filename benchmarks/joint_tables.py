@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from rows import markdown, result
 
@@ -30,7 +30,7 @@ OLDER = ("1d8873e", "5dbb68c", "62162e8", "62162e8-seven")
 """Builds whose runs differ from today's. Of later ones uniform runs are alike: f34ef2f, 9bc8b6c.. and e192183 give
 stories260k in W2 with groups of 64 the same KL to the last digit."""
 
-MENDED = ("e414cd5",)
+MENDED = ("e414cd5", "e0861c5", "7a1517b")
 """Builds in which `bqpo` trains scales by the gradient of codes that do not depend on them (tuning.md)."""
 
 WITHOUT_CODES = ("32:64", "2:4", "70%", "80%", "90%")
@@ -115,8 +115,14 @@ def uniform() -> str:
     shown = [run for run in names if not run.startswith("auto")]
 
     def rows_of(run: str, model: str) -> tuple[list[Row], str]:
-        new, old, oldest = (list(kind[model].get(run, {}).values()) for kind in (newer, older, every))
+        new, old, oldest = (alike(kind[model].get(run, {}).values()) for kind in (newer, older, every))
         return (new, "") if new else (old or oldest, " \\*")
+
+    def alike(rows: Collection[Row]) -> list[Row]:
+        """Return the rows of one calibration and evaluation: of that which most rows have, of the latest such."""
+        texts = [(row["samples"], row["tokens"]) for row in rows]
+        most = max(reversed(texts), key=texts.count, default=None)
+        return [row for row in rows if (row["samples"], row["tokens"]) == most]
 
     def bits(run: str) -> float:
         return float(next(row["bits"] for model in MODELS[::-1] for row in rows_of(run, model)[0]))

@@ -202,7 +202,7 @@ def _train_linears(
 
 @contextlib.contextmanager
 def trainable_linears(
-    module: nn.Module, scales: Mapping[str, GroupScales | None], rate: float
+    module: nn.Module, scales: Mapping[str, GroupScales | None], rate: float, plain_rate: float = 1.0
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, TrainableScales]]]:
     """Make the non-zero weights, scales and zero points of some linear layers trainable, and all else fixed.
 
@@ -212,12 +212,14 @@ def trainable_linears(
         module: holds the linear layers, float32.
         scales: the scales and zero points of each linear layer, by its name in ``module``; None if not quantised.
         rate: learning rate, as a fraction of the root mean square of a layer's non-zero weights.
+        plain_rate: that of layers that are not quantised, as a fraction of ``rate``.
     Yields:
         The optimiser's parameter groups, and the scales and zero points of the quantised layers.
     """
     module.requires_grad_(False)
     linears = {name: module.get_submodule(name) for name in scales}
-    param_groups = [_weight_group(linears[name], CODE_RATE * rate if given else rate) for name, given in scales.items()]
+    rates = {name: rate * (CODE_RATE if given else plain_rate) for name, given in scales.items()}
+    param_groups = [_weight_group(linears[name], rates[name]) for name in scales]
     trainable = {name: add_fake_quantisation(linears[name], given) for name, given in scales.items() if given}
     param_groups += [each.param_group(SCALE_RATE * rate / 4**each.bits) for each in trainable.values()]
     yield param_groups, trainable

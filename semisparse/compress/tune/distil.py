@@ -14,14 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.report import LayerReport
-from semisparse.compress.tune.bqpo import trainable_linears
+from semisparse.compress.tune.bqpo import CODE_RATE, trainable_linears
 from semisparse.compress.tune.end_to_end import checkpoint_activations
 from semisparse.compress.tune.predictions import Predictions
 from semisparse.compress.tune.training import TuningResult, train
 from semisparse.nn import weight_of
 
 DISTIL_RATE = 0.3
-"""Learning rate, as a fraction of the recipe's `tune_rate`. With 1 no step lowers the held-out loss of babyllama-1m."""
+"""Learning rate, as a fraction of that in BQPO; all weights have the rate of quantised ones. With 1 no
+step lowers the held-out loss of babyllama-1m."""
+
+PASSES = 2
+"""Passes over the calibration text for each that the recipe's `tune_epochs` allows. One leaves a KL that is
+5 % higher on babyllama-1m (docs/experiments/tuning.md)."""
 
 
 def distil(
@@ -46,7 +51,7 @@ def distil(
         batches: token ids, each [batch, tokens] int64.
         reports: one per compressed linear layer; these are trained, the rest of the model stays as it is.
         rate: the recipe's `tune_rate`; the learning rate is `DISTIL_RATE` times it.
-        epochs: passes over the batches.
+        epochs: the recipe's `tune_epochs`.
         seed: seed of the random orders of the batches.
         device: where to compute.
         dtype: of the activations.
@@ -65,9 +70,9 @@ def distil(
             logits = trained(batches[index].to(device), use_cache=False).logits[:, :-1]
         return predictions[index].kl(logits.float())
 
-    with trainable_linears(trained, scales, DISTIL_RATE * rate) as (param_groups, new_scales):
+    with trainable_linears(trained, scales, DISTIL_RATE * rate, plain_rate=CODE_RATE) as (param_groups, new_scales):
         token_counts = [batch.numel() for batch in batches]
-        result = train(param_groups, loss, token_counts, epochs=epochs, seed=seed, progress=progress)
+        result = train(param_groups, loss, token_counts, epochs=PASSES * epochs, seed=seed, progress=progress)
     new_reports = []
     for report in reports:
         weight = weight_of(model.get_submodule(report.name))
