@@ -139,6 +139,33 @@ class ProfileRow(KernelTime):
     machine: str
 
 
+@dataclass(frozen=True)
+class BusyRow:
+    """A row of the CSV of the GPU's share in the throughput: what a faster host could not shorten.
+
+    Args:
+        model: as in `Row`.
+        weights: as in `Row`.
+        requests: at once, those of the throughput.
+        output_tokens: of these.
+        busy_s: seconds in which the GPU ran any kernel or copy for them, by torch's profiler.
+        kernels: kernels and copies.
+        cache_gib: as in `Row`.
+        machine: as in `Row`.
+        software: as in `Row`.
+    """
+
+    model: str
+    weights: str
+    requests: int
+    output_tokens: int
+    busy_s: float
+    kernels: int
+    cache_gib: int
+    machine: str
+    software: str
+
+
 def chat_lengths(mean: int, seed: int, count: int) -> list[int]:
     """Return a length for each request."""
     draw = random.Random(seed)
@@ -215,6 +242,26 @@ def _stop_profiler(worker: Any) -> list[tuple[str, int, float]]:
     return [*averages, (STEP, 0, max(each.end for each in ranges) - min(each.start for each in ranges))]
 
 
+def _stop_busy(worker: Any) -> tuple[float, int]:
+    """Return the seconds in which the GPU ran anything since `_start_profiler`, and of how many kernels and copies."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.benchmark_profiler.stop()
+    events = worker.benchmark_profiler.profiler.kineto_results.events()
+    on_gpu = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
+    return _union([(event.start_ns(), event.duration_ns()) for event in on_gpu])
+
+
+def _union(spans: list[tuple[int, int]]) -> tuple[float, int]:
+    """Return the seconds that spans, (start, length) in nanoseconds, cover together, and their number."""
+    busy = end = 0
+    for start, length in sorted(spans):
+        busy += max(0, start + length - max(start, end))
+        end = max(end, start + length)
+    return busy * 1e-9, len(spans)
+
+
 def _profiled(engine: Any, prompt: list[int], tokens: int) -> tuple[Counter[str], Counter[str]]:
     """Return launches and microseconds per kernel while one sequence is generated."""
     from vllm import SamplingParams
@@ -258,6 +305,7 @@ def measure_engine(
     requests: int,
     profiles: bool,
     batches: Sequence[int] = BATCHES,
+    busy: int = 0,
 ) -> None:
     """Start an engine and, at its turn, measure; each figure is sent to the parent when it is known.
 
@@ -269,6 +317,7 @@ def measure_engine(
         requests: of the throughput; 0: neither prompts nor throughput are measured.
         profiles: whether a decode step is profiled.
         batches: numbers of sequences, beside one, of which decode steps are timed.
+        busy: requests of a throughput of which the GPU's share is measured; 0: it is not.
     """
     turn.wait()
     import torch
@@ -302,6 +351,13 @@ def measure_engine(
         turn.say("requests", requests)
         turn.say("requests_per_second", round(requests / chat, 2))
         turn.say("output_tokens_per_second", round(sum(outputs) / chat))
+    if busy:
+        engine.collective_rpc(_start_profiler)
+        outputs = chat_lengths(MEAN_OUTPUT, 2, busy)
+        throughput_seconds(chat_lengths(MEAN_PROMPT, 1, busy), outputs, model)
+        seconds, kernels = engine.collective_rpc(_stop_busy)[0]
+        found = {"requests": busy, "output_tokens": sum(outputs), "busy_s": round(seconds, 3), "kernels": kernels}
+        turn.say("busy", {**found, "software": row["software"], "machine": row["machine"]})
     if profiles:
         turn.say("profile", [asdict(each) for each in profile_step(engine)])
     turn.say("done")
