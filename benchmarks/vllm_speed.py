@@ -30,7 +30,7 @@ from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, BusyRow, ProfileRow, R
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
-WAIT_S = {"written": 90, "done": 80}
+WAIT_S = {"written": 90, "done": 120}
 """Longest that a checkpoint may be written, and that an engine may measure."""
 
 SERVERS_WAIT_S = 35
