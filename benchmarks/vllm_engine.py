@@ -28,7 +28,7 @@ MEAN_PROMPT, MEAN_OUTPUT, SPREAD, LONGEST = 220, 200, 1.0, 1024
 
 LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
-PROFILED_STEPS, STEP = 32, "step"
+PROFILED_STEPS, STEP, BUSY = 32, "step", "busy"
 
 UNFUSED = {"additional_config": {"semisparse_fusion": False, "semisparse_attention": False}}
 FLASH = {"additional_config": {"semisparse_attention": False}}
@@ -116,7 +116,8 @@ class KernelTime:
     Args:
         kernel: its name, without template arguments.
         calls: launches per step.
-        us: microseconds per step; ``step`` is the time from a step's first kernel to the next step's.
+        us: microseconds per step; ``step`` is the time from a step's first kernel to the next step's, ``busy`` that
+            in which the GPU runs anything: a slow host lengthens only the first.
     """
 
     kernel: str
@@ -239,7 +240,8 @@ def _stop_profiler(worker: Any) -> list[tuple[str, int, float]]:
         (event.key, event.count, event.self_device_time_total) for event in worker.benchmark_profiler.key_averages()
     ]
     ranges = [event.time_range for event in worker.benchmark_profiler.events() if event.self_device_time_total > 0]
-    return [*averages, (STEP, 0, max(each.end for each in ranges) - min(each.start for each in ranges))]
+    step = max(each.end for each in ranges) - min(each.start for each in ranges)
+    return [*averages, (STEP, 0, step), (BUSY, 0, _busy(worker)[0] * 1e6)]
 
 
 def _stop_busy(worker: Any) -> tuple[float, int]:
@@ -248,6 +250,13 @@ def _stop_busy(worker: Any) -> tuple[float, int]:
 
     torch.cuda.synchronize()
     worker.benchmark_profiler.stop()
+    return _busy(worker)
+
+
+def _busy(worker: Any) -> tuple[float, int]:
+    """Return the seconds in which the GPU ran anything while it was profiled, and of how many kernels and copies."""
+    import torch
+
     events = worker.benchmark_profiler.profiler.kineto_results.events()
     on_gpu = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
     return _union([(event.start_ns(), event.duration_ns()) for event in on_gpu])
@@ -285,7 +294,7 @@ def profile_step(engine: Any) -> list[KernelTime]:
     prompt = token_ids(512, random.Random(1))
     _profiled(engine, prompt, 4)
     (first_calls, first_us), (calls, us) = (_profiled(engine, prompt, n) for n in (2, 2 + PROFILED_STEPS))
-    calls[STEP] += PROFILED_STEPS
+    calls.update({STEP: PROFILED_STEPS, BUSY: PROFILED_STEPS})
     rows = [
         KernelTime(
             re.sub(r"\s*[<(].*", "", key.removeprefix("void "))[:90],
@@ -351,6 +360,8 @@ def measure_engine(
         turn.say("requests", requests)
         turn.say("requests_per_second", round(requests / chat, 2))
         turn.say("output_tokens_per_second", round(sum(outputs) / chat))
+    if profiles:
+        turn.say("profile", [asdict(each) for each in profile_step(engine)])
     if busy:
         engine.collective_rpc(_start_profiler)
         outputs = chat_lengths(MEAN_OUTPUT, 2, busy)
@@ -358,6 +369,4 @@ def measure_engine(
         seconds, kernels = engine.collective_rpc(_stop_busy)[0]
         found = {"requests": busy, "output_tokens": sum(outputs), "busy_s": round(seconds, 3), "kernels": kernels}
         turn.say("busy", {**found, "software": row["software"], "machine": row["machine"]})
-    if profiles:
-        turn.say("profile", [asdict(each) for each in profile_step(engine)])
     turn.say("done")
