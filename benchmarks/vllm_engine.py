@@ -28,7 +28,7 @@ MEAN_PROMPT, MEAN_OUTPUT, SPREAD, LONGEST = 220, 200, 1.0, 1024
 
 LONG_PROMPTS, LONG_PROMPT = 32, 2048
 
-PROFILED_STEPS, STEP = 32, "step"
+PROFILED_STEPS, STEP, BUSY = 32, "step", "busy"
 
 UNFUSED = {"additional_config": {"semisparse_fusion": False, "semisparse_attention": False}}
 FLASH = {"additional_config": {"semisparse_attention": False}}
@@ -116,7 +116,8 @@ class KernelTime:
     Args:
         kernel: its name, without template arguments.
         calls: launches per step.
-        us: microseconds per step; ``step`` is the time from a step's first kernel to the next step's.
+        us: microseconds per step; ``step`` is the time from a step's first kernel to the next step's, ``busy`` that
+            in which the GPU runs anything: a slow host lengthens only the first.
     """
 
     kernel: str
@@ -137,6 +138,33 @@ class ProfileRow(KernelTime):
     model: str
     weights: str
     machine: str
+
+
+@dataclass(frozen=True)
+class BusyRow:
+    """A row of the CSV of the GPU's share in the throughput: what a faster host could not shorten.
+
+    Args:
+        model: as in `Row`.
+        weights: as in `Row`.
+        requests: at once, those of the throughput.
+        output_tokens: of these.
+        busy_s: seconds in which the GPU ran any kernel or copy for them, by torch's profiler.
+        kernels: kernels and copies.
+        cache_gib: as in `Row`.
+        machine: as in `Row`.
+        software: as in `Row`.
+    """
+
+    model: str
+    weights: str
+    requests: int
+    output_tokens: int
+    busy_s: float
+    kernels: int
+    cache_gib: int
+    machine: str
+    software: str
 
 
 def chat_lengths(mean: int, seed: int, count: int) -> list[int]:
@@ -212,7 +240,35 @@ def _stop_profiler(worker: Any) -> list[tuple[str, int, float]]:
         (event.key, event.count, event.self_device_time_total) for event in worker.benchmark_profiler.key_averages()
     ]
     ranges = [event.time_range for event in worker.benchmark_profiler.events() if event.self_device_time_total > 0]
-    return [*averages, (STEP, 0, max(each.end for each in ranges) - min(each.start for each in ranges))]
+    step = max(each.end for each in ranges) - min(each.start for each in ranges)
+    return [*averages, (STEP, 0, step), (BUSY, 0, _busy(worker)[0] * 1e6)]
+
+
+def _stop_busy(worker: Any) -> tuple[float, int]:
+    """Return the seconds in which the GPU ran anything since `_start_profiler`, and of how many kernels and copies."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.benchmark_profiler.stop()
+    return _busy(worker)
+
+
+def _busy(worker: Any) -> tuple[float, int]:
+    """Return the seconds in which the GPU ran anything while it was profiled, and of how many kernels and copies."""
+    import torch
+
+    events = worker.benchmark_profiler.profiler.kineto_results.events()
+    on_gpu = (event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
+    return _union([(event.start_ns(), event.duration_ns()) for event in on_gpu])
+
+
+def _union(spans: list[tuple[int, int]]) -> tuple[float, int]:
+    """Return the seconds that spans, (start, length) in nanoseconds, cover together, and their number."""
+    busy = end = 0
+    for start, length in sorted(spans):
+        busy += max(0, start + length - max(start, end))
+        end = max(end, start + length)
+    return busy * 1e-9, len(spans)
 
 
 def _profiled(engine: Any, prompt: list[int], tokens: int) -> tuple[Counter[str], Counter[str]]:
@@ -238,7 +294,7 @@ def profile_step(engine: Any) -> list[KernelTime]:
     prompt = token_ids(512, random.Random(1))
     _profiled(engine, prompt, 4)
     (first_calls, first_us), (calls, us) = (_profiled(engine, prompt, n) for n in (2, 2 + PROFILED_STEPS))
-    calls[STEP] += PROFILED_STEPS
+    calls.update({STEP: PROFILED_STEPS, BUSY: PROFILED_STEPS})
     rows = [
         KernelTime(
             re.sub(r"\s*[<(].*", "", key.removeprefix("void "))[:90],
@@ -258,6 +314,7 @@ def measure_engine(
     requests: int,
     profiles: bool,
     batches: Sequence[int] = BATCHES,
+    busy: int = 0,
 ) -> None:
     """Start an engine and, at its turn, measure; each figure is sent to the parent when it is known.
 
@@ -269,6 +326,7 @@ def measure_engine(
         requests: of the throughput; 0: neither prompts nor throughput are measured.
         profiles: whether a decode step is profiled.
         batches: numbers of sequences, beside one, of which decode steps are timed.
+        busy: requests of a throughput of which the GPU's share is measured; 0: it is not.
     """
     turn.wait()
     import torch
@@ -304,4 +362,11 @@ def measure_engine(
         turn.say("output_tokens_per_second", round(sum(outputs) / chat))
     if profiles:
         turn.say("profile", [asdict(each) for each in profile_step(engine)])
+    if busy:
+        engine.collective_rpc(_start_profiler)
+        outputs = chat_lengths(MEAN_OUTPUT, 2, busy)
+        throughput_seconds(chat_lengths(MEAN_PROMPT, 1, busy), outputs, model)
+        seconds, kernels = engine.collective_rpc(_stop_busy)[0]
+        found = {"requests": busy, "output_tokens": sum(outputs), "busy_s": round(seconds, 3), "kernels": kernels}
+        turn.say("busy", {**found, "software": row["software"], "machine": row["machine"]})
     turn.say("done")

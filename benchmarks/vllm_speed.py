@@ -26,11 +26,11 @@ from typing import Any
 
 from vllm_cache import shared_cache
 from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
-from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, ProfileRow, Row, measure_engine
+from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, BusyRow, ProfileRow, Row, measure_engine
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
-WAIT_S = {"written": 90, "done": 80}
+WAIT_S = {"written": 90, "done": 120}
 """Longest that a checkpoint may be written, and that an engine may measure."""
 
 SERVERS_WAIT_S = 35
@@ -159,7 +159,8 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     is_whole = entry.variant in WHOLE and not is_brief and not entry.is_among(args.steps)
     requests = args.requests if is_whole else 0
     engine = folder, settings_of(entry, args), cache
-    return Child(entry.name, log, measure_engine, *engine, requests, profiles, () if is_brief else BATCHES)
+    batches, busy = () if is_brief else BATCHES, args.requests if entry.is_among(args.busy) else 0
+    return Child(entry.name, log, measure_engine, *engine, requests, profiles, batches, busy)
 
 
 def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
@@ -204,6 +205,8 @@ def write_offline(found: dict[str, Any], entry: Entry, args: Namespace) -> None:
     rows = [{**same, **row, "machine": found["row"]["machine"]} for row in found.pop("profile", [])]
     if rows:
         add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
+    if "busy" in found:
+        add(args.out.with_name("vllm-busy.csv"), BusyRow, [{**same, "cache_gib": args.cache, **found.pop("busy")}])
     if "row" in found:
         layers = config_of(entry.model, args.layers).num_hidden_layers
         values = {name: value for name, value in found.items() if name not in ("row", "done")}
@@ -294,6 +297,7 @@ def main() -> None:
     parser.add_argument("--brief", default="", help="columns, or MODEL/COLUMN, of one sequence alone")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
+    parser.add_argument("--busy", default="", help="columns whose throughput is profiled, to vllm-busy.csv")
     parser.add_argument("--ready", type=float, default=200, help="seconds until a group must have started")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
     parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")

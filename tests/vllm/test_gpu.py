@@ -166,9 +166,10 @@ def test_so_it_is_compiled_and_with_graphs(served: str, tmp_path: Path):
 def test_so_it_is_with_fused_matmuls(served: str, tmp_path: Path, fused: Counter[str]):
     directory = written("demo", FORMATS[served], tmp_path)
     compare(directory, "demo", torch.float16, LEAST[served], compilation_config=FEW_GRAPHS)
-    assert fused.keys() & FUSIONS
-    if served == "bitmask":
-        assert fused.keys() == FUSIONS
+    if served in ("bitmask", "dense-int8"):  # no kernel of dense in 8 bits computes anything but the matmul
+        assert fused.keys() == (FUSIONS if served == "bitmask" else {"alone"})
+    else:
+        assert fused.keys() & FUSIONS
 
 
 @pytest.mark.parametrize("served", ["bitmask", "gqs-w4s50"])
