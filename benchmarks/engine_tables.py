@@ -16,21 +16,16 @@ NAMES = {
     "vector_nm": "vector_nm 16:32v32",
     "ec_csr": "ec_csr 70%",
 }
-BATCHES = ("1", "2", "4", "8", "16", "32", "64", "128")
-LATE, MAX_EARLY = " late", 64
-"""The suffix of weights whose GEMMs start late, as they do above so many tokens."""
+BATCHES = ("1", "2", "4", "8", "16", "32", "64", "96", "128")
+TURNS = "h200/blocks-turns.csv"
 
 PROMPTS = ("128", "256", "512", "1024", "2048", "4096", "8192")
 
 
 def by_work(file: str, blocks: str = "8") -> dict[tuple[str, str, str], float]:
-    """Return the microseconds by weights, work and count: of late starts above `MAX_EARLY` tokens, if there are any."""
+    """Return the microseconds by weights, work and count."""
     rows = [row for row in result(file) if row["blocks"] == blocks]
-    times = {(row["weights"], row["work"], row["count"]): float(row["us"]) for row in rows}
-    for (weights, work, count), us in list(times.items()):
-        if weights.endswith(LATE) and int(count) > MAX_EARLY:
-            times[weights.removesuffix(LATE), work, count] = us
-    return times
+    return {(row["weights"], row["work"], row["count"]): float(row["us"]) for row in rows}
 
 
 def beside_dense(file: str, work: str, counts: Sequence[str], first: str) -> str:
@@ -50,22 +45,40 @@ def beside_dense(file: str, work: str, counts: Sequence[str], first: str) -> str
 
 def steps() -> str:
     """Decode steps of 8 blocks by batch."""
-    return beside_dense("h200/blocks-turns.csv", "step", BATCHES, "batch")
+    return beside_dense(TURNS, "step", BATCHES, "batch")
 
 
 def prompts() -> str:
     """Captured prompts of 8 blocks by length."""
-    return beside_dense("h200/blocks-turns.csv", "prompt", PROMPTS, "tokens, captured")
+    return beside_dense(TURNS, "prompt", PROMPTS, "tokens, captured")
+
+
+def rested() -> str:
+    """Captured prompts of 8 blocks by length, each after a pause."""
+    return beside_dense(TURNS, "idle", PROMPTS, "tokens, captured, after a pause")
+
+
+def unpacked() -> str:
+    """Captured prompts of 8 blocks by how weights are taken, relative to dense."""
+    found, lines = by_work(TURNS), []
+    counts = [count for count in PROMPTS if ("gqs gemm", "prompt", count) in found]
+    for weights, name in NAMES.items():
+        if weights != "dense":
+            times = [[found[weights + kind, "prompt", count] for kind in (" gemm", " unpack", "")] for count in counts]
+            dense = [found["dense", "prompt", count] for count in counts]
+            pairs = zip(times, dense, strict=True)
+            lines.append([name, *(" / ".join(f"{time / beside:.2f}" for time in of) for of, beside in pairs)])
+    return markdown(("GEMMs / unpacked / by the table", *(f"{int(count):,}" for count in counts)), lines)
 
 
 def launched() -> str:
     """Prompts of 8 blocks, launched from Python, by length."""
-    return beside_dense("h200/blocks-turns.csv", "eager", PROMPTS, "tokens, launched from Python")
+    return beside_dense(TURNS, "eager", PROMPTS, "tokens, launched from Python")
 
 
 def as_generated() -> str:
     """Prompts of 8 blocks as `generate` runs them."""
-    return beside_dense("h200/blocks-turns.csv", "wall", PROMPTS, "tokens, as `generate` runs them")
+    return beside_dense(TURNS, "wall", PROMPTS, "tokens, as `generate` runs them")
 
 
 EC_CSR = "h200/blocks-ec_csr.csv"
@@ -114,6 +127,8 @@ def every_token(n: str, k: str) -> str:
 
 TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": launched}
 TABLES |= {
+    "blocks-rested": rested,
+    "blocks-unpacked": unpacked,
     "blocks-formats": formats,
     "blocks-generated": as_generated,
     "every-token-large": partial(every_token, "28672", "8192"),
