@@ -39,7 +39,7 @@ from semisparse.errors import KernelError
 from semisparse.formats import product
 from semisparse.formats.base import Format
 from semisparse.formats.kernel import Kernel, Problem
-from semisparse.runtime import expand_gemm
+from semisparse.runtime import expand_gemm, gemm_schedule
 
 ROUNDS, WARM_SECONDS, COUNTED_SECONDS = 3, 0.2, 0.1
 IDLE_ROUNDS, PAUSE = 7, 0.15
@@ -125,7 +125,7 @@ def replaying(graph: torch.cuda.CUDAGraph, times: int, before: Callable[[], obje
 @contextmanager
 def starting(early: bool) -> Iterator[None]:
     """Capture kernels that start early, or not."""
-    with patch.object(expand_gemm, "MAX_EARLY_TOKENS", expand_gemm.MAX_TOKENS if early else 0):
+    with patch.object(expand_gemm, "MAX_EARLY_TOKENS", gemm_schedule.MAX_TOKENS if early else 0):
         yield
 
 

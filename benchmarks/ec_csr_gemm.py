@@ -38,7 +38,7 @@ from semisparse.formats.product import problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime import tile_decode
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import Schedule, choose, fit, tile_m_of
+from semisparse.runtime.gemm_schedule import Schedule, choose, fit, tile_m_of
 from semisparse.runtime.tile_decode import TileSchedule
 
 GPU, DTYPE = torch.device("cuda"), torch.float16

@@ -21,8 +21,8 @@ from semisparse.formats.gqs.cuda.wgmma_schedule import tiles_of
 from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct, bucket_of, in_parallel
 from semisparse.formats.product import structure_of
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import fit
 from semisparse.runtime.experts import Routing
+from semisparse.runtime.gemm_schedule import fit
 
 
 def variants(packed: Packed, tokens: int, epilogue: str) -> Iterator[tuple[str, Callable[[], ExpertsProduct]]]:

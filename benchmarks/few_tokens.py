@@ -47,7 +47,7 @@ from semisparse.formats.vector_nm.cuda.wgmma_schedule import tiles_of as vector_
 from semisparse.formats.vector_nm.storage.disk import vectors_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import Schedule, Shape, Tiles, fit, tile_m_of
+from semisparse.runtime.gemm_schedule import Schedule, Shape, Tiles, fit, tile_m_of
 
 GPU, DTYPE = torch.device("cuda"), torch.float16
 LARGE, SMALL = (28672, 8192), (4096, 4096)

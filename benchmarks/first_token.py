@@ -9,7 +9,7 @@ microseconds in all. Work ``first`` is the engine's own pass over a prompt on an
 the token; replays in a row make the GPU lower its clock.
 
 - ``own``: x is permuted by kernels of their own. ``fused``: by the norm or SiLU before, where there is one.
-- ``fused, 128``: likewise, and GEMMs take tiles of 128 tokens as often as before (`expand_gemm.SMALL_TILES_FACTOR`).
+- ``fused, 128``: likewise, and GEMMs take tiles of 128 tokens as often as before (`gemm_schedule.SMALL_TILES_FACTOR`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.decoder import Cache
 from semisparse.engine.projection import Projection
 from semisparse.formats import product
-from semisparse.runtime import expand_gemm
+from semisparse.runtime import gemm_schedule
 from semisparse.runtime.device import device_facts
 
 GPU = torch.device("cuda")
@@ -60,7 +60,7 @@ def variant_of(name: str) -> Iterator[None]:
         if name == OWN:
             stack.enter_context(patch.object(Projection, "permutation", lambda projection, m, dtype: None))
         if name == SMALL:
-            stack.enter_context(patch.object(expand_gemm, "SMALL_TILES_FACTOR", 1))
+            stack.enter_context(patch.object(gemm_schedule, "SMALL_TILES_FACTOR", 1))
         product._prepared.cache_clear()
         yield
     product._prepared.cache_clear()

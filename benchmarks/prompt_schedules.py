@@ -33,7 +33,7 @@ from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import choose_schedule
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import Schedule, Tiles, choose, fit
+from semisparse.runtime.gemm_schedule import Schedule, Tiles, choose, fit
 
 GPU = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -35,7 +35,7 @@ from semisparse.formats.kernel import in_parallel
 from semisparse.formats.product import problem_of
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import RATES as VECTOR_RATES
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import SPLIT_K, Schedule, choose, fit, h200_microseconds, tile_m_of
+from semisparse.runtime.gemm_schedule import SPLIT_K, Schedule, choose, fit, h200_microseconds, tile_m_of
 
 SHAPES = ((4096, 4096), (4096, 11008), (12288, 4096), (11008, 4096), (22016, 4096))
 RATES = {"bitmask": GEMM_RATES[0], "gqs": GQS_RATES, "vector_nm": VECTOR_RATES, "ec_csr": GEMM_RATES[0]}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from semisparse.runtime.device import DeviceFacts, device_facts
-from semisparse.runtime.expand_gemm import COLUMNS, ROWS, Schedule, Shape, Tiles, fit, tile_m_of
 from semisparse.runtime.experts import Routing
+from semisparse.runtime.gemm_schedule import COLUMNS, ROWS, Schedule, Shape, Tiles, fit, tile_m_of
 from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, offsets_in_workspace
 from semisparse.runtime.nvrtc import HEADERS, Defines
 

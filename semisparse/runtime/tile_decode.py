@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
-from semisparse.runtime.expand_gemm import COLUMNS, ROWS, SCALARS
+from semisparse.runtime.gemm_schedule import COLUMNS, ROWS, SCALARS
 from semisparse.runtime.kernel import Argument, LoadedKernel
 from semisparse.runtime.nvrtc import Defines
 

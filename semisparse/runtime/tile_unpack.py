@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semisparse.runtime.device import DeviceFacts
-from semisparse.runtime.expand_gemm import ROWS, SCALARS
+from semisparse.runtime.gemm_schedule import ROWS, SCALARS
 from semisparse.runtime.kernel import Argument, LoadedKernel
 from semisparse.runtime.nvrtc import Defines
 from semisparse.runtime.tile_decode import Tiled

@@ -14,7 +14,8 @@ from semisparse.formats.product import problem_of
 from semisparse.nn import SparseLinear
 from semisparse.nn.fused_linear import ADDED
 from semisparse.patterns import parse_pattern
-from semisparse.runtime.expand_gemm import PERMUTE_X, Matmul, Permutation, PermutedX, Schedule, Tiles
+from semisparse.runtime.expand_gemm import PERMUTE_X, Matmul, Permutation, PermutedX
+from semisparse.runtime.gemm_schedule import Schedule, Tiles
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import needs_compiler
 

@@ -17,8 +17,8 @@ from semisparse.formats.product import structure_of
 from semisparse.nn.experts_product import experts_product, reference_product
 from semisparse.nn.stacking import stack_with_padding
 from semisparse.patterns import parse_pattern
-from semisparse.runtime.expand_gemm import Schedule
 from semisparse.runtime.experts import Routing, most_jobs
+from semisparse.runtime.gemm_schedule import Schedule
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 

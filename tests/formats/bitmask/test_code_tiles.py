@@ -10,7 +10,7 @@ from semisparse.formats import Packed
 from semisparse.formats.bitmask.cuda import decode, gemm, unpack
 from semisparse.formats.product import problem_of
 from semisparse.quant.group import GroupScales
-from semisparse.runtime.expand_gemm import Schedule
+from semisparse.runtime.gemm_schedule import Schedule
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.test_check import damaged

@@ -10,7 +10,7 @@ from semisparse.formats.bitmask.cuda.schedule import gemm_tiles
 from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.product import problem_of
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import Schedule, fit
+from semisparse.runtime.gemm_schedule import Schedule, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.bitmask.weights import BITMASK, check, check_on_gpu, in_tiles, needs_gpu, operands

@@ -22,7 +22,7 @@ from semisparse.formats.kernel import ExpertsProblem, Problem, bucket_of
 from semisparse.formats.product import structure_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import DeviceFacts
-from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, launch_of
+from semisparse.runtime.gemm_schedule import SPLIT_K, STREAM_K, Schedule, choose, launch_of
 from semisparse.runtime.tile_unpack import choose_unpack
 from tests.cuda_emulator import emulate
 from tests.formats.bitmask.weights import BITMASK, random_weight

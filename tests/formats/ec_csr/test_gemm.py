@@ -6,7 +6,7 @@ import torch
 from semisparse.formats.ec_csr.cuda import gemm
 from semisparse.formats.ec_csr.storage.gpu import to_tiles
 from semisparse.formats.product import problem_of
-from semisparse.runtime.expand_gemm import Schedule
+from semisparse.runtime.gemm_schedule import Schedule
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.ec_csr.weights import EC_CSR, check, operands, random_weight, uneven_weight

@@ -10,7 +10,7 @@ from semisparse.formats.gqs.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.formats.kernel import Problem
 from semisparse.formats.product import problem_of
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, choose, fit
+from semisparse.runtime.gemm_schedule import SPLIT_K, STREAM_K, Schedule, choose, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, needs_compiler
 from tests.formats.gqs.reference import GQS, check, check_product, operands, packed_weight

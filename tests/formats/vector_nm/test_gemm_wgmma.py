@@ -11,7 +11,7 @@ from semisparse.formats.vector_nm.cuda import gemm_wgmma
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import choose_schedule, tiles_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import SPLIT_K, STREAM_K, Schedule, fit
+from semisparse.runtime.gemm_schedule import SPLIT_K, STREAM_K, Schedule, fit
 from tests.choosing import mostly_slow
 from tests.cuda_emulator import emulate, emulated, needs_compiler
 from tests.formats.vector_nm.reference import VECTOR_NM, check, check_kernel, operands, pack

@@ -19,9 +19,9 @@ from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct
 from semisparse.runtime import expert_gemm
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.elementwise import silu_mul
-from semisparse.runtime.expand_gemm import Schedule, Shape
 from semisparse.runtime.expert_gemm import experts_schedule
 from semisparse.runtime.experts import MAX_EXPERTS, Routing
+from semisparse.runtime.gemm_schedule import Schedule, Shape
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
 from semisparse.runtime.tile_decode import UNFUSED, TileSchedule
 

@@ -15,7 +15,8 @@ from semisparse.formats.bitmask.storage.gpu import tiling
 from semisparse.formats.kernel import PermutingProduct, Problem
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, PermutedX, Schedule, choose
+from semisparse.runtime.expand_gemm import PermutedX
+from semisparse.runtime.gemm_schedule import MAX_TOKENS, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from semisparse.formats.bitmask.storage.gpu import ROWS, Tiling
 from semisparse.formats.kernel import ExpertsProblem, Problem
 from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
-from semisparse.runtime.expand_gemm import Rates, Tiles
+from semisparse.runtime.gemm_schedule import Rates, Tiles
 from semisparse.runtime.tile_decode import Shape, TileSchedule, first_fitting, fit
 
 Shapes = tuple[Shape, ...]

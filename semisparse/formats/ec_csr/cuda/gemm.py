@@ -14,7 +14,8 @@ from semisparse.formats.ec_csr.storage.tiles import BLOCK, tiles_of
 from semisparse.formats.kernel import PermutingProduct, Problem
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, PermutedX, Rates, Schedule, choose
+from semisparse.runtime.expand_gemm import PermutedX
+from semisparse.runtime.gemm_schedule import MAX_TOKENS, Rates, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 

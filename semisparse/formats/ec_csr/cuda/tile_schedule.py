@@ -6,7 +6,7 @@ from semisparse.formats.base import WeightSpec
 from semisparse.formats.ec_csr.storage.tiles import MASK_UNITS, ROWS, UNIT, tile_shape
 from semisparse.formats.kernel import Problem
 from semisparse.runtime.device import DeviceFacts
-from semisparse.runtime.expand_gemm import Tiles
+from semisparse.runtime.gemm_schedule import Tiles
 from semisparse.runtime.tile_decode import Shape, TileSchedule, first_fitting
 
 TILE_MAX_TOKENS = 16

@@ -19,10 +19,10 @@ from semisparse.formats.kernel import ExpertsProblem, ExpertsProduct
 from semisparse.runtime import expert_gemm
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.elementwise import silu_mul
-from semisparse.runtime.expand_gemm import Schedule as GemmSchedule
-from semisparse.runtime.expand_gemm import Shape
 from semisparse.runtime.expert_gemm import experts_schedule
 from semisparse.runtime.experts import MAX_EXPERTS, Routing
+from semisparse.runtime.gemm_schedule import Schedule as GemmSchedule
+from semisparse.runtime.gemm_schedule import Shape
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
 
 GEMM_SHAPES: Mapping[int, Shape] = {

@@ -17,7 +17,8 @@ from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 from semisparse.formats.kernel import PermutingProduct, Problem, Product
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, PermutedX, Schedule, choose
+from semisparse.runtime.expand_gemm import PermutedX
+from semisparse.runtime.gemm_schedule import MAX_TOKENS, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 
@@ -72,7 +73,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
 
     Args:
         problem: x and w are both float16 or both bfloat16.
-        schedule: tile sizes, stages and split-K; None for that of `expand_gemm.choose`.
+        schedule: tile sizes, stages and split-K; None for that of `gemm_schedule.choose`.
     Returns:
         A function that accumulates in float32.
     """

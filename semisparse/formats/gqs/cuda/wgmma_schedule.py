@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 from semisparse.formats.kernel import Problem
-from semisparse.runtime.expand_gemm import Rates, Tiles
+from semisparse.runtime.gemm_schedule import Rates, Tiles
 
 MIN_TOKENS, MAX_TOKENS = 17, 1024
 """M for which `gemm_wgmma` pays. Below, other kernels are faster (H200, results/h200/sweeps/expand-gemm.csv). For 2,048

@@ -15,7 +15,8 @@ from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_
 from semisparse.patterns import VectorNM
 from semisparse.runtime import expand_gemm
 from semisparse.runtime.device import device_facts
-from semisparse.runtime.expand_gemm import MAX_TOKENS, SCALARS, PermutedX, Schedule
+from semisparse.runtime.expand_gemm import PermutedX
+from semisparse.runtime.gemm_schedule import MAX_TOKENS, SCALARS, Schedule
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from semisparse.formats.kernel import Problem
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import DeviceFacts
-from semisparse.runtime.expand_gemm import (
+from semisparse.runtime.gemm_schedule import (
     COLUMNS,
     MAX_TOKENS_OF_TWO_PRODUCERS,
     ROWS,
