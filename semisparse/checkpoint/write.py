@@ -59,7 +59,11 @@ def atomic_directory(out: str | Path, scratch_parent: Path | None = None) -> Ite
         raise SemisparseError(f"cannot write to {scratch_parent or out.parent}: {error}") from error
     try:
         yield scratch
-        scratch.chmod(0o777 & ~_umask())
+        mask = _umask()
+        scratch.chmod(0o777 & ~mask)
+        for file in scratch.rglob("*"):  # safetensors writes files that only their owner can read
+            if file.is_file() and not file.is_symlink():
+                file.chmod(0o666 & ~mask)
         _flush_all(scratch)
         os.replace(scratch, out)
         _flush(out.parent)

@@ -101,6 +101,20 @@ def test_a_directory_appears_at_once(tmp_path: Path):
     assert os.listdir(tmp_path / "a") == ["out"]
 
 
+def test_files_are_readable_by_whom_the_umask_lets(tmp_path: Path):
+    """safetensors writes files that only their owner can read; another user may serve the model."""
+    before = os.umask(0o027)
+    try:
+        with atomic_directory(tmp_path / "out") as scratch:
+            (scratch / "folder").mkdir()
+            for file in (scratch / "weights", scratch / "folder" / "more"):
+                file.touch(0o600)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*")}
+    assert modes == {"weights": 0o640, "folder": 0o750, "more": 0o640}
+
+
 def test_a_failed_write_leaves_nothing(tmp_path: Path):
     def write_on_a_full_disk() -> None:
         with atomic_directory(tmp_path / "out") as scratch:
