@@ -2,6 +2,7 @@
 
 import pickle
 from concurrent.futures import Executor, Future
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from semisparse.formats import tuned
 from semisparse.formats.base import get_format
 from semisparse.formats.kernel import Problem
 from semisparse.formats.product import structure_of
+from semisparse.formats.spec import WeightSpec
 from semisparse.formats.tuned import TunedRow, measured_times, ranking, read_table, table_name, user_table
 from semisparse.runtime import device as runtime_device
 from tests.cuda_emulator import gpu
@@ -30,12 +32,16 @@ def row(m: int, kernel: str, us: float, **more) -> TunedRow:
 
 
 def problem(m: int, n: int = 256, k: int = 512, pattern: str = "g16@50%", dtype=torch.float16) -> Problem:
+    return Problem(m, spec_of(n, k, pattern, dtype), dtype, torch.device("cpu"))
+
+
+@cache
+def spec_of(n: int, k: int, pattern: str, dtype: torch.dtype) -> WeightSpec:
     form = get_format("gqs")
     weight = torch.ones(n, k, dtype=dtype)
     weight[:, : k // 2] = 0
     spec = structure_of(form.pack(weight, "g16@50%", kind="w4").spec)
-    changed = type(spec)(spec.format, 1, form.pack(weight, pattern, kind="w4").pattern, (n, k), dtype, spec.params)
-    return Problem(m, changed, dtype, torch.device("cpu"))
+    return WeightSpec(spec.format, 1, form.pack(weight, pattern, kind="w4").pattern, (n, k), dtype, spec.params)
 
 
 @pytest.fixture

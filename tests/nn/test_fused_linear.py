@@ -76,7 +76,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("form", "pattern", "options"),
-    [("bitmask", "32:64", {}), ("bitmask", "32:64", {"kind": "w4"}), ("gqs", "g16@50%", {})],
+    # Both numbers of tokens compile the same kernels: they run in one process.
+    [
+        pytest.param(*case, marks=pytest.mark.xdist_group(f"fused {number}"))
+        for number, case in enumerate(
+            [("bitmask", "32:64", {}), ("bitmask", "32:64", {"kind": "w4"}), ("gqs", "g16@50%", {})]
+        )
+    ],
 )
 @pytest.mark.parametrize("tokens", range(1, MAX_FUSED_TOKENS + 1))
 def test_one_kernel_computes_it_on_a_gpu(
