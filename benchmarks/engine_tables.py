@@ -43,9 +43,23 @@ def beside_dense(file: str, work: str, counts: Sequence[str], first: str) -> str
     return markdown((first, *(f"{int(count):,}" for count in counts)), lines)
 
 
+STARTS, LATE, MAX_EARLY = "h200/sweeps/gemm-starts.csv", " late", 64
+"""Steps of early and late GEMMs. The engine's start late above so many tokens."""
+
+
 def steps() -> str:
-    """Decode steps of 8 blocks by batch."""
-    return beside_dense(TURNS, "step", BATCHES, "batch")
+    """Decode steps of 8 blocks by batch, relative to dense."""
+    found, lines = by_work(STARTS), []
+    counts = [count for count in BATCHES if ("dense", "step", count) in found]
+    for weights, name in NAMES.items():
+        late = LATE if weights != "dense" else ""
+        times = [found[weights + (late if int(count) > MAX_EARLY else ""), "step", count] for count in counts]
+        cells = [f"{time / 1e3:.2f}" for time in times]
+        if weights != "dense":
+            beside = [time / found["dense", "step", count] for time, count in zip(times, counts, strict=True)]
+            cells = [f"{cell} ({share:.2f})" for cell, share in zip(cells, beside, strict=True)]
+        lines.append([name, *cells])
+    return markdown(("batch", *counts), lines)
 
 
 def prompts() -> str:

@@ -88,15 +88,12 @@ def starts() -> str:
     """Seconds of a start by weights: reading, the first one, one that compiles kernels alone, and the later ones."""
     rows = result("h200/start-runs.csv")
     lines = []
-    for weights in dict.fromkeys(row["weights"] for row in rows):
-        of = {
-            kind: [row for row in rows if row["weights"] == weights and row["start"] == kind]
-            for kind in ("first", "kernels", "later")
-        }
+    for weights, call in dict.fromkeys((row["weights"], row["call"]) for row in rows):
+        mine = [row for row in rows if (row["weights"], row["call"]) == (weights, call)]
+        of = {kind: [row for row in mine if row["start"] == kind] for kind in ("first", "kernels", "later")}
         later = of["later"]
         if not later:
             continue
-        of = {kind: [row for row in found if row["call"] == later[0]["call"]] for kind, found in of.items()}
         whole, beyond, read = (
             median(float(row[key]) for row in later) for key in ("wall_seconds", "beyond_reading", "read_seconds")
         )
@@ -104,9 +101,18 @@ def starts() -> str:
             f"{float(of[kind][0]['wall_seconds']) - whole:.1f}" if of[kind] else "" for kind in ("first", "kernels")
         ]
         gigabytes = later[0]["gigabytes"]
-        cells = [gigabytes, f"{read:.2f}", f"{whole:.2f}", f"{beyond:.2f}", *more, later[0]["call"]]
+        cells = [gigabytes, f"{read:.2f}", f"{whole:.2f}", f"{beyond:.2f}", *more, later[0]["cores"], call]
         lines.append([NAMES[weights.split("-")[0]], *cells])
-    head = ("GB", "read", "later start", "beyond reading", "first start: more", "kernels compiled: more", "call")
+    head = (
+        "GB",
+        "read",
+        "later start",
+        "beyond reading",
+        "first start: more",
+        "kernels compiled: more",
+        "cores",
+        "call",
+    )
     return markdown(("", *head), lines)
 
 
