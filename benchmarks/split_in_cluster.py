@@ -1,11 +1,13 @@
 """Split-K of runtime/expand_gemm through global memory and in a cluster, beside `auto`'s schedule and cuBLAS.
 
     python benchmarks/split_in_cluster.py results/h200/sweeps/split-in-cluster.csv [--seconds 100] [--tokens 32,256]
+    python benchmarks/split_in_cluster.py results/h200/sweeps/gemm-many.csv --whole --tokens 2048,1024,4096
 
 Needs a Hopper GPU. float16, microseconds of CUDA graphs over weights that outgrow the cache. Every output is compared
 with float32 before it is timed, twice: all schedules forwards, then backwards. For each weight and M: the schedule that
 is chosen, the three schedules with split-K whose estimate is best, both ways, and at 256 tokens and more three
-warpgroups in clusters of two that multicast x.
+warpgroups in clusters of two that multicast x. With ``--whole`` instead: tiles of 256 tokens with K not split,
+and Stream-K, each with and without such clusters.
 """
 
 from __future__ import annotations
@@ -43,14 +45,20 @@ MOST_SPLITS = 8
 TRIED = 3
 """Schedules with split-K per weight and M."""
 
+WHOLE = ((256, 2, 1), (256, 2, 2))
+"""Tokens of a tile, warpgroups and CTAs of a cluster."""
+
 FILLED = 0.4
 """Minimum share of the CTAs that can be resident."""
 
 
-def schedules(packed: Packed, m: int) -> list[Schedule]:
-    """Return the schedules to time, the chosen one first."""
+def schedules(packed: Packed, m: int, whole: bool = False) -> list[Schedule]:
+    """Return the schedules to time, the chosen one first; ``whole``: beside it only those of `WHOLE`."""
     weight, facts = tiles_of(packed), device_facts(GPU)
     rates = RATES[packed.spec.format]
+    if whole:
+        fitted = (fit(weight, facts, *shape, ranges, 1) for ranges in (1, 0) for shape in WHOLE)
+        return list(dict.fromkeys([choose(m, weight, facts, rates), *(one for one in fitted if one)]))
     split: dict[Schedule, float] = {}
     for tile_m in sorted({min(128, tile_m_of(m)), tile_m_of(m)}):
         for warpgroups, _, ctas in SPLIT_K[tile_m]:
@@ -65,13 +73,13 @@ def schedules(packed: Packed, m: int) -> list[Schedule]:
     return list(dict.fromkeys([choose(m, weight, facts, rates), *both, *(one for one in wide if one)]))
 
 
-def products(packed: Packed, x: Tensor) -> Iterator[tuple[Schedule, Callable[..., Tensor]]]:
+def products(packed: Packed, x: Tensor, whole: bool) -> Iterator[tuple[Schedule, Callable[..., Tensor]]]:
     """Yield schedule and matmul."""
-    for schedule in schedules(packed, len(x)):
+    for schedule in schedules(packed, len(x), whole):
         yield schedule, KERNELS[packed.spec.format].prepare(problem_of(x, packed), schedule)
 
 
-def measure(name: str, dense: Tensor, packed: Packed, m: int) -> Iterator[dict[str, str]]:
+def measure(name: str, dense: Tensor, packed: Packed, m: int, whole: bool) -> Iterator[dict[str, str]]:
     """Time all schedules on one weight, forwards and then backwards."""
     copies = timing.rotating_copies(packed, device_facts(GPU).cache_bytes)
     for x, expected in inputs([m], dense.shape[1], dense):
@@ -79,7 +87,7 @@ def measure(name: str, dense: Tensor, packed: Packed, m: int) -> Iterator[dict[s
         if name == "bitmask":
             calls: list[Callable[[], Tensor]] = [partial(F.linear, x, one) for one in copies_of(dense)]
             yield row(packed, m, "dense", "cuBLAS", None, timed(calls, check))
-        ready = list(products(packed, x))
+        ready = list(products(packed, x, whole))
         for schedule, product in (*ready, *reversed(ready)):
             kernel = "chosen" if schedule == ready[0][0] else "gemm"
             try:
@@ -96,26 +104,28 @@ def main() -> None:
     parser.add_argument("--tokens", default="32,256,128,64,512", help="comma-separated, the most important first")
     parser.add_argument("--formats", default="bitmask,gqs,vector_nm,ec_csr", help="comma-separated")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help=f"how many of {SHAPES}")
+    parser.add_argument("--whole", action="store_true", help="time tiles whose K is not split, and Stream-K")
     parser.add_argument("--seconds", type=float, default=100, help="after which the rest is left out")
     options = parser.parse_args()
     timing.GPU_SECONDS = 0.01
     begin, tokens = time.monotonic(), [int(m) for m in options.tokens.split(",")]
     weights: Weights = {name: [pack(name, *s) for s in SHAPES[: options.shapes]] for name in options.formats.split(",")}
     all_packed = [packed for of_name in weights.values() for _, packed in of_name]
-    jobs = []
+    jobs = {}  # threads that look for the same kernel would each compile it
     for m in tokens:
         for packed in all_packed:
             problem = problem_of(torch.empty(m, packed.shape[1], device=GPU, dtype=DTYPE), packed)
             kernel = KERNELS[packed.spec.format]
-            jobs += [partial(kernel.prepare, problem, schedule) for schedule in schedules(packed, m)]
+            for schedule in schedules(packed, m, options.whole):
+                jobs.setdefault((packed.spec.format, schedule), partial(kernel.prepare, problem, schedule))
     print(f"packed after {time.monotonic() - begin:.0f} s, {len(jobs)} schedules", flush=True)
-    in_parallel(jobs)
+    in_parallel(jobs.values())
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     begin, rows = time.monotonic(), []
     for m in tokens:
         for index in range(options.shapes):
             for name in weights:
-                for found in measure(name, *weights[name][index], m):
+                for found in measure(name, *weights[name][index], m, options.whole):
                     print(*found.values(), flush=True)
                     rows.append(found)
                 write_rows(options.csv, rows, COLUMNS)
