@@ -1,5 +1,6 @@
 """Settings for every test: hypothesis runs repeat, and skipped tests are listed at the end."""
 
+import atexit
 import gc
 import json
 import os
@@ -12,6 +13,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Taking the interpreter apart takes seconds. A worker of xdist has sent its results by then; in a single process what
+# was frozen is freed, because nanobind's modules report all that is left.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
+else:
+    atexit.register(gc.unfreeze)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported; its kernels then run in its interpreter.
@@ -72,11 +79,6 @@ def pytest_collection_finish() -> None:
     """Collect garbage seldom, and leave out what was imported and collected: looking through it takes half a second."""
     gc.freeze()
     gc.set_threshold(7000, 20, 20)
-
-
-def pytest_sessionfinish() -> None:
-    """Let the interpreter free what was frozen: nanobind's modules report all that is left at the end."""
-    gc.unfreeze()
 
 
 class Outcome(NamedTuple):
