@@ -16,6 +16,7 @@ ROOT = Path(semisparse.__file__).parents[1]
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("wheel")  # groups begin first: this one would be the last, alone
 def test_the_wheel_holds_what_the_checkout_does(tmp_path: Path):
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
     tracked = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]

@@ -27,6 +27,7 @@ def test_the_shipped_model_is_small_and_trained(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("demo")  # groups begin first: this one takes minutes
 def test_the_demo_compares_recipes_with_dense(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(job, "SAMPLES", 4)  # a minute less
     monkeypatch.setattr(job, "HELD_OUT", start_of(HELD_OUT, tmp_path))
