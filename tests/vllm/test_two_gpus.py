@@ -1,12 +1,14 @@
 """The real engine on two GPUs, tensor-parallel, beside transformers: every format on trained models.
 
 vLLM's workers are forked, which is fastest, while this process has not used CUDA; after that they are spawned. Hence
-vLLM comes first in each test.
+vLLM comes first in each test. A forked process must not compute on several CPU threads once its parent has, or it waits
+for OpenMP's threads forever: vLLM's workers do with 1,024 sequences of 128 tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 CUT = {**FORMATS, "gqs-dense-w4": Served("gqs-dense-w4", "gqs", one("g16@0%"), {"kind": "w4"})}
 """The formats on one GPU, with groups that halves of the models' columns consist of: groups of 128 are refused."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One CPU thread, which forked workers inherit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 REFUSED = {
     *(("stories260k", served) for served in ("slide24", "gqs-w4s50", "gqs-dense-w4")),
