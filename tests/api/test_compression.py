@@ -62,7 +62,7 @@ def test_gqsa_tunes_packs_and_loads(architecture: str, tmp_path: Path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("pattern", ["32:64", "g4@50%"])
+@pytest.mark.parametrize("pattern", ["32:64", pytest.param("g4@50%", marks=pytest.mark.slow)])
 def test_what_a_search_found_reaches_the_checkpoint(pattern: str, tmp_path: Path):
     settings = (f"pattern={pattern}", "search=evolution", "search_effort=24", "format=bitmask")
     model = sharp(random_model("llama"))

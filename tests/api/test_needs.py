@@ -93,6 +93,7 @@ def test_only_a_search_over_a_bank_holds_the_whole_model():
     assert of("evolution", num_hidden_layers=9) - of("evolution", num_hidden_layers=2) == 7 * 4 * layer
 
 
+@pytest.mark.slow
 def test_a_search_holds_one_decoder_layer_where_the_model_does_not_fit(monkeypatch: pytest.MonkeyPatch):
     """With the same result; what it is said to take does not grow by the model's weights."""
     said, reports = list[str](), []
@@ -154,6 +155,7 @@ def test_an_offload_directory_that_is_missing_or_too_small_is_refused(tmp_path: 
     Needs(0, 0, 0, 800_000_000, tmp_path).check(room)
 
 
+@pytest.mark.slow
 def test_a_joint_search_stores_every_layer_in_every_way(tmp_path: Path):
     """Where no way is left out, the unfinished work takes the disk that was said, or somewhat less."""
     said, most = list[str](), [0]

@@ -45,8 +45,7 @@ def compress(source: Path, way: str, out: Path, stop_at: int = 0) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    ["sparsegpt", "groups, tuned"]
-    + [pytest.param(way, marks=pytest.mark.slow) for way in ("kept", "magnitude", "rounded when packed")],
+    ["sparsegpt", *(pytest.param(way, marks=pytest.mark.slow) for way in RECIPES if way != "sparsegpt")],
 )
 def test_a_resumed_run_writes_the_same_files(way: str, source: Path, tmp_path: Path):
     compress(source, way, tmp_path / "whole")

@@ -163,7 +163,9 @@ def run_until_written(piece: str, arguments: list[str]) -> None:
     cli.main()
 
 
-@pytest.mark.parametrize(("settings", "piece"), [(EVOLUTION, "pass-0000"), (UNSEARCHED, "block-0000")])
+@pytest.mark.parametrize(
+    ("settings", "piece"), [pytest.param(EVOLUTION, "pass-0000", marks=pytest.mark.slow), (UNSEARCHED, "block-0000")]
+)
 def test_resume_after_sigkill_gives_the_same_bytes(
     run: Run, model: Path, text: Path, tmp_path: Path, settings: tuple[str, ...], piece: str
 ):

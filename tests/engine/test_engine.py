@@ -55,7 +55,7 @@ def test_greedy_text_is_that_of_transformers(name: str, device: str):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="real models are in ../shared: it is absent")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["stories260k", "pycode-11m"])
+@pytest.mark.parametrize("name", ["stories260k", pytest.param("pycode-11m", marks=pytest.mark.slow)])
 def test_greedy_text_of_trained_models(name: str, device: str):
     dtype = torch.float32
     engine = Engine(SHARED / "models" / name, device=device, dtype=dtype)

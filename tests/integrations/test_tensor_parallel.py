@@ -34,10 +34,12 @@ SERVED["ragged"] = Served("ragged", "bitmask", one("32:64"), config=RAGGED)
 IDS = torch.arange(2 * 9).view(2, 9) * 13
 WORLDS = {2: SERVED, 4: {"searched": SERVED["searched"]}}
 """Models by number of ranks: one of each format at two; tests/nn/test_slicing.py cuts every variant."""
+USUAL = [(2, name) for name in SERVED if name.startswith(("ec_csr", "gqs", "searched", "ragged"))]
+"""The runs that are not slow: with lists, groups, layers of different patterns, and rows that do not fill windows."""
 RUNS = pytest.mark.parametrize(
     ("served", "ranks"),
     [
-        pytest.param(s, ranks, id=f"{s.name}-{ranks}", marks=[pytest.mark.slow] if ranks > 2 else [])
+        pytest.param(s, ranks, id=f"{s.name}-{ranks}", marks=[] if (ranks, s.name) in USUAL else [pytest.mark.slow])
         for ranks, chosen in WORLDS.items()
         for s in chosen.values()
     ],
@@ -76,13 +78,17 @@ def _rank(rank: int, ranks: int, folder: Path, directories: list[Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that returns the folder of the models of so many ranks: each alone and on its ranks."""
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Return a function that returns the folder with a run: its model alone and on its ranks, beside those like it."""
+
+    def folder_of(name: str, ranks: int) -> Path:
+        return runs(ranks, (ranks, name) in USUAL)
 
     @cache
-    def folder_of(ranks: int) -> Path:
+    def runs(ranks: int, usual: bool) -> Path:
         folder = tmp_path_factory.mktemp("parallel")
-        directories = [write(served, folder / served.folder) for served in WORLDS[ranks].values()]
+        chosen = [served for name, served in WORLDS[ranks].items() if ((ranks, name) in USUAL) == usual]
+        directories = [write(served, folder / served.folder) for served in chosen]
         on_ranks(_rank, (ranks, folder, directories), ranks)
         return folder
 
@@ -90,8 +96,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]
 
 
 @RUNS
-def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, folder_of: Callable[[int], Path]):
-    folder = folder_of(ranks)
+def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, folder_of: Callable[[str, int], Path]):
+    folder = folder_of(served.name, ranks)
     alone = AutoModelForCausalLM.from_pretrained(folder / served.folder, dtype=torch.float32)
     found = [torch.load(folder / f"{served.folder}-{ranks}-{rank}.pt") for rank in range(ranks)]
     with torch.no_grad():
@@ -114,8 +120,8 @@ def test_the_ranks_compute_what_one_process_does(served: Served, ranks: int, fol
 
 
 @RUNS
-def test_saving_gathers_the_bytes_that_were_loaded(served: Served, ranks: int, folder_of: Callable[[int], Path]):
-    folder = folder_of(ranks)
+def test_saving_gathers_the_bytes_that_were_loaded(served: Served, ranks: int, folder_of: Callable[[str, int], Path]):
+    folder = folder_of(served.name, ranks)
     loaded, saved = folder / served.folder, folder / f"{served.folder}-{ranks}"
     assert (saved / "model.safetensors").read_bytes() == (loaded / "model.safetensors").read_bytes()
     assert (saved / "config.json").read_bytes() == (loaded / "config.json").read_bytes()

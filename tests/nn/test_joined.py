@@ -187,7 +187,10 @@ def test_what_a_caller_does_between_layers_changes_no_result(habit, mode):
             assert_same(habit(joined, x.clone()), habit(apart, x.clone()))
 
 
-@HABITS
+@pytest.mark.parametrize(
+    "habit",
+    [written, another, *(pytest.param(habit, marks=pytest.mark.slow) for habit in (twice, alone, backwards))],
+)
 def test_nor_does_it_where_the_model_is_compiled(habit):
     apart, joined = pair()
     torch._dynamo.reset()

@@ -30,9 +30,10 @@ def least_loss(losses, costs, limits) -> float | None:
     return min(totals, default=None)
 
 
-def test_allocations_are_the_best_of_all_or_near_it():
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 60), marks=pytest.mark.slow)], ids=len)
+def test_allocations_are_the_best_of_all_or_near_it(seeds: range):
     worse = 0
-    for seed in range(60):
+    for seed in seeds:
         losses, costs, limits = problem(seed)
         best = least_loss(losses, costs, limits)
         if best is None:
@@ -44,7 +45,7 @@ def test_allocations_are_the_best_of_all_or_near_it():
         loss = sum(row[pick] for row, pick in zip(losses, picks, strict=True))
         assert loss >= best - 1e-12
         worse += loss > best + 1e-12
-    assert worse <= 3  # multipliers and moves of two units are a heuristic
+    assert worse <= len(seeds) / 20  # multipliers and moves of two units are a heuristic
 
 
 def test_what_cannot_be_reached_names_the_least_that_can():

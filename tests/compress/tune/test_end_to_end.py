@@ -58,7 +58,7 @@ def test_on_kl_it_comes_nearer_to_the_dense_model():
         assert new.outcome.startswith(f"{old.outcome}, kl ")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_distilled_weights_come_nearer_to_the_dense_model(architecture: str):
     (before, first), (scales_alone, _), (after, second) = (
         tuned(architecture, tune) for tune in ("bqpo", "bqpo+kl", "bqpo+distil")
