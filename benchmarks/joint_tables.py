@@ -21,7 +21,6 @@ WAYS = {
     "": "`fit`",
     "+e2e": "`fit`, `bqpo+e2e`",
     "+kl": "`fit`, `bqpo+kl`",
-    "+distil": "`fit`, `bqpo+distil`",
 }
 """The changes of a run in joint.csv, with their names."""
 
@@ -63,6 +62,13 @@ def _latest(model: str, mended: bool) -> dict[str, dict[Pair, Row]]:
         if row["model"] == model and (own or base in WITHOUT_CODES):
             found.setdefault(row["run"], {})[row["seed"], row["samples"], row["tokens"]] = row
     return found
+
+
+def _alike(rows: Collection[Row]) -> list[Row]:
+    """Return the rows of one calibration and evaluation text: of that which most rows have, or of the latest such."""
+    texts = [(row["samples"], row["tokens"]) for row in rows]
+    most = max(reversed(texts), key=texts.count, default=None)
+    return [row for row in rows if (row["samples"], row["tokens"]) == most]
 
 
 def _percent(change: float) -> str:
@@ -115,14 +121,8 @@ def uniform() -> str:
     shown = [run for run in names if not run.startswith("auto")]
 
     def rows_of(run: str, model: str) -> tuple[list[Row], str]:
-        new, old, oldest = (alike(kind[model].get(run, {}).values()) for kind in (newer, older, every))
+        new, old, oldest = (_alike(kind[model].get(run, {}).values()) for kind in (newer, older, every))
         return (new, "") if new else (old or oldest, " \\*")
-
-    def alike(rows: Collection[Row]) -> list[Row]:
-        """Return the rows of one calibration and evaluation: of that which most rows have, of the latest such."""
-        texts = [(row["samples"], row["tokens"]) for row in rows]
-        most = max(reversed(texts), key=texts.count, default=None)
-        return [row for row in rows if (row["samples"], row["tokens"]) == most]
 
     def bits(run: str) -> float:
         return float(next(row["bits"] for model in MODELS[::-1] for row in rows_of(run, model)[0]))
@@ -137,19 +137,47 @@ def uniform() -> str:
 
 
 def rounding() -> str:
-    """KL of uniform runs by how their scales are found and tuned, seed 0, means over the builds."""
+    """KL of uniform runs by how their scales are found and tuned, seed 0, means over the builds before `MENDED`."""
     lines = []
     for model in MODELS:
         runs = _runs(model)
         for base in dict.fromkeys(run.partition("+")[0] for run in runs):
             found = {}
             for way in WAYS:
-                rows = [row for (seed, _), row in runs.get(base + way, {}).items() if seed == "0"]
+                rows = [
+                    row
+                    for (seed, build), row in runs.get(base + way, {}).items()
+                    if seed == "0" and (build not in MENDED)
+                ]
                 if rows:
                     found[way] = _kl(rows)
             if len(found) > 1 and not base.startswith("auto"):
                 lines.append([model, base, *(f"{found[way]:.4f}" if way in found else "" for way in WAYS)])
     return markdown(("model", "run", *WAYS.values()), lines)
+
+
+def four_bits() -> str:
+    """KL of 32:64 in 4 bits by how it is tuned, and over that of 16 bits after `bqpo` on the same seeds and texts."""
+    columns = {
+        "16 bits, `bqpo`": "32:64",
+        "`w4`, `bqpo`": "32:64 W4",
+        "`w4`, `bqpo+kl`": "32:64 W4+kl",
+        "`w4`, `bqpo+distil`": "32:64 W4+distil",
+        "16 bits, `bqpo+distil`": "32:64+distil",
+    }
+    lines = []
+    for model in MODELS:
+        runs, cells = _latest(model, mended=True), list[str]()
+        plain = {(row["seed"], row["samples"], row["tokens"]): row for row in _alike(runs["32:64"].values())}
+        for run in columns.values():
+            both = plain.keys() & runs.get(run, {}).keys()
+            if not both:
+                cells.append("")
+                continue
+            own, reference = (_kl(rows[pair] for pair in both) for rows in (runs[run], plain))
+            cells.append(f"{own:.4f} ({own / reference:.2f}; {len(both)})")
+        lines.append([model, *cells])
+    return markdown(("", *columns), lines)
 
 
 SWITCHES = {"submodules": "`tune_units=submodules`", "swaps": "`refine=swaps`"}
@@ -238,6 +266,7 @@ TABLES = {
     "target-mixtures": mixtures,
     "joint-uniform": uniform,
     "joint-units": units,
+    "four-bits": four_bits,
     "switches": switches,
     "rounding": rounding,
     "mixed-sparsity": mixed,
