@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tests.forked import on_ranks
 from tests.models import byte_tokenizer
 from tests.serving import SIZES, Served, one, write_compressed
 
-pytestmark = pytest.mark.xdist_group("expert parallel")  # one process makes `folder`
+pytestmark = pytest.mark.xdist_group("expert parallel")  # one process makes the folders
 
 ROUTED = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
 CONFIGS = {
@@ -36,7 +38,15 @@ CONFIGS = {
 FORMATS = {"mixtral": ("bitmask", "32:64"), "qwen3-moe": ("gqs", "g16@50%"), "gpt-oss": ("bitmask", "2:4")}
 PLANS: dict[str, dict[str, Any]] = {"tp": {"tp_plan": "auto"}, "ep": {"tp_plan": "auto", "ep_size": 2}}
 IDS = torch.arange(2 * 9).view(2, 9) * 13
-RUNS = pytest.mark.parametrize(("name", "plan"), [(name, plan) for name in CONFIGS for plan in PLANS])
+USUAL = {("mixtral", "tp"), ("qwen3-moe", "ep"), ("gpt-oss", "ep")}
+RUNS = pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, marks=[] if (name, plan) in USUAL else [pytest.mark.slow])
+        for name in CONFIGS
+        for plan in PLANS
+    ],
+)
 
 
 def write(name: str, out: Path) -> Path:
@@ -54,7 +64,7 @@ def experts_of(model: Any) -> SparseExperts:
     return next(module for module in model.modules() if isinstance(module, SparseExperts))
 
 
-def _rank(rank: int, folder: Path) -> None:
+def _rank(rank: int, folder: Path, usual: bool) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     distributed.init_process_group(
@@ -62,6 +72,8 @@ def _rank(rank: int, folder: Path) -> None:
     )
     for name in CONFIGS:
         for plan, settings in PLANS.items():
+            if ((name, plan) in USUAL) != usual:
+                continue
             config = DistributedConfig(**settings)
             model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32, distributed_config=config)
             with torch.no_grad():
@@ -83,17 +95,26 @@ def _rank(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every model, alone and on two ranks."""
-    folder = tmp_path_factory.mktemp("parallel")
-    for name in CONFIGS:
-        write(name, folder / name)
-    on_ranks(_rank, (folder,), 2)
-    return folder
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return a function that returns the folder with a run: every model alone, and the runs like it on two ranks."""
+
+    def folder_of(name: str, plan: str) -> Path:
+        return runs((name, plan) in USUAL)
+
+    @cache
+    def runs(usual: bool) -> Path:
+        folder = tmp_path_factory.mktemp("parallel")
+        for name in CONFIGS:
+            write(name, folder / name)
+        on_ranks(_rank, (folder, usual), 2)
+        return folder
+
+    return folder_of
 
 
 @RUNS
-def test_the_ranks_compute_what_one_process_does(name: str, plan: str, folder: Path) -> None:
+def test_the_ranks_compute_what_one_process_does(name: str, plan: str, folder_of: Callable[[str, str], Path]) -> None:
+    folder = folder_of(name, plan)
     alone = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     ranks = [torch.load(folder / f"{name}-{plan}-{rank}.pt") for rank in range(2)]
     with torch.no_grad():
@@ -109,7 +130,8 @@ def test_the_ranks_compute_what_one_process_does(name: str, plan: str, folder: P
 
 
 @RUNS
-def test_saving_gathers_the_bytes_that_were_loaded(name: str, plan: str, folder: Path) -> None:
+def test_saving_gathers_the_bytes_that_were_loaded(name: str, plan: str, folder_of: Callable[[str, str], Path]) -> None:
+    folder = folder_of(name, plan)
     loaded, saved = folder / name, folder / f"{name}-{plan}"
     assert (saved / "model.safetensors").read_bytes() == (loaded / "model.safetensors").read_bytes()
     assert (saved / "config.json").read_bytes() == (loaded / "config.json").read_bytes()
