@@ -75,9 +75,9 @@ def read_by_the_package(path: Path) -> PreTrainedModel:
     ("recipe", "settings", "layout", "bits"),
     [
         ("slidesparse", ("quant=int8",), "int-quantized", 8),
-        ("slidesparse", ("quant=fp8",), "float-quantized", 8),
+        pytest.param("slidesparse", ("quant=fp8",), "float-quantized", 8, marks=pytest.mark.slow),
         ("gqsa", (), "pack-quantized", 8),
-        ("gqsa", ("quant=w8",), "pack-quantized", 8),
+        pytest.param("gqsa", ("quant=w8",), "pack-quantized", 8, marks=pytest.mark.slow),
         ("dense-w2", ("pattern=g32@0%",), "pack-quantized", 8),
         ("gqsa", ("quant=w4a8",), "int-quantized", 8),
     ],

@@ -120,6 +120,7 @@ def test_the_bits_asked_for_are_reached_and_stored(architecture: str, tmp_path: 
     assert again.reached == report.reached
 
 
+@pytest.mark.slow  # the next test says the same without a speed-up that is asked for
 def test_layers_that_gain_no_speed_are_named():
     target = {"bits": 9.0, "decode": 0.5}
     model, tokenizer = random_model("llama"), byte_tokenizer()

@@ -9,7 +9,7 @@
 //                of the range that has the share. The ranges of an output tile are one cluster then.
 // Partials are added in the order of the ranges, so every run returns the same bits. Each warp exchanges its own 16 rows.
 //
-// Warps wait for partials of other CTAs. With Stream-K, and with the split-K schedules of `choose` (runtime/expand_gemm.py), the
+// Warps wait for partials of other CTAs. With Stream-K, and with the split-K schedules of `choose` (runtime/gemm_schedule.py), the
 // grid has at most CTAS_PER_SM CTAs per SM if warps wait: all are resident as soon as other kernels have left the GPU. With a
 // larger grid, or beside another kernel that waits in the same way (such as this one in another stream), CTAs have to start in the
 // order of blockIdx.x, which CUDA does not promise: the CTAs of an output tile are consecutive, so only those of the last tile
