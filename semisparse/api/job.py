@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +86,13 @@ def job_directory(out: Path, resume: bool) -> Iterator[Path]:
 def _remove_half_written(job: Path) -> None:
     """Remove what a process that was killed left of the files that it was writing: a model has gigabytes of them.
 
-    Files and directories are written under names that begin with a point, and then renamed.
+    Files and directories are written under names that begin with a dot, and then renamed.
     """
     for leftover in job.glob(".*"):
         if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(leftover)
         else:
-            with suppress(OSError):
-                leftover.unlink()
+            leftover.unlink()
 
 
 def write_model(
