@@ -159,7 +159,7 @@ def rotate_and_cache(
         defines: Defines = {"SCALAR": SCALARS[qkv.dtype], "DIM": heads.dim, "VECTOR": vector, "LANES": lanes}
         per_cta = ROPE_THREADS // lanes
         ROPE.build("semisparse_engine_rope", defines).load(qkv.device)(
-            (-(-(heads.count + 2 * heads.kv_count) // per_cta), len(qkv), 1), ROPE_THREADS,
+            (len(qkv) * -(-(heads.count + 2 * heads.kv_count) // per_cta), 1, 1), ROPE_THREADS,
             pdl=device_facts(qkv.device).has_pdl,
             qkv=qkv, q_norm=None if norms is None else norms.q, k_norm=None if norms is None else norms.k,
             cosines=table.cosines, sines=table.sines, positions=positions, q_out=queries,

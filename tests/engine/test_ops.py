@@ -120,6 +120,18 @@ def test_rotary_embedding_and_cache(kernels, dtype, heads, normed, gap):
     assert torch.equal(there[5].values.cpu(), here[5].values)
 
 
+@pytest.mark.parametrize("kernels", RUNS[-1:], indirect=True)  # emulated, its 65,537 CTAs take a minute
+def test_rotary_embedding_of_more_tokens_than_a_grid_has_rows(kernels):
+    tokens, heads, dtype = 65_537, Heads(1, 1, 8, 1.0), torch.float16
+    qkv, positions = torch.randn(tokens, 24).to(dtype), torch.arange(tokens, dtype=torch.int32)
+    cache, table = cache_of(1, heads, tokens, dtype), table_of(tokens, heads.dim, dtype)
+    (found, there), (expected, here) = kernels(
+        attention.rotate_and_cache, qkv, Columns((0, 8, 16), 24), heads, table, positions, cache, None
+    )
+    close(found, expected, 0)
+    close(there[5].keys, here[5].keys, 0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "heads", "head_first"),
     mostly_slow(

@@ -6,8 +6,9 @@
 // (k_norm) is not null, RMSNorm with that weight is applied to each query (key) head before the rotation (Qwen3). Intermediate results
 // are rounded to SCALAR wherever Hugging Face Transformers rounds them.
 //
-// Grid: (ceil((heads + 2 kv_heads) / (128 / LANES)), m). CTA: 128 threads. LANES of them rotate a head: each loads VECTOR values of its
-// first half and the same columns of its second half at a time. No shared memory. Bound: memory for many rows.
+// Grid: m * ceil((heads + 2 kv_heads) / (128 / LANES)) along x (a grid ends at 65,535 along y, and prompts are longer), all CTAs of a
+// row after those of the row before. CTA: 128 threads. LANES of them rotate a head: each loads VECTOR values of its first half and the
+// same columns of its second half at a time. No shared memory. Bound: memory for many rows.
 //
 // Macros: SCALAR (element type), DIM (elements per head, even), VECTOR (values per load: DIM / 2, stride and starts are multiples of it,
 // and all arrays are aligned to it), LANES (a power of two up to 32).
@@ -17,6 +18,7 @@
 #include "vector.cuh"
 
 constexpr int kHalf = DIM / 2;
+constexpr int kHeads = 128 / LANES;  // per CTA
 constexpr int kUnits = (kHalf / VECTOR + LANES - 1) / LANES;  // pairs of units (i, i + kHalf / VECTOR) per lane
 static_assert(kHalf % VECTOR == 0 && 32 % LANES == 0);
 
@@ -40,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(128) semisparse_engine_rope(
 ) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    const int head = blockIdx.x * (128 / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES, row = blockIdx.y;
+    const int row_ctas = (heads + 2 * kv_heads + kHeads - 1) / kHeads, row = blockIdx.x / row_ctas;
+    const int head = blockIdx.x % row_ctas * kHeads + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const bool exists = head < heads + 2 * kv_heads;  // all lanes take part in shuffles
     const int position = positions[row];
     const bool is_query = head < heads, is_value = head >= heads + kv_heads;
