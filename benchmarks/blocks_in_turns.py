@@ -15,7 +15,9 @@ those with ``early`` start before that. Without either they start as the engine 
 They are compared for the counts of ``--starts``. Weights with ``gemm`` never unpack, those with ``unpack`` always do,
 in prompts of `LEAST_UNPACKED` to `MOST_UNPACKED` tokens. Weights with ``attention 4x8x3`` have an attention of 4 warps
 per CTA, 8 positions per team in flight and registers for 3 CTAs per SM in their steps (``--attention``), and K and V
-unsplit. ``--only-compile`` times nothing.
+unsplit. With ``--crowded``, weights with ``crowded`` have GEMMs in steps whose schedule is chosen as if their CTAs
+crowd onto the SMs where the kernel before ends first, those with ``crowded down`` only where K is larger than N.
+``--only-compile`` times nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -141,6 +143,21 @@ def attending(warps: int, ahead: int, ctas: int) -> Iterator[None]:
 
 
 @contextmanager
+def crowding(everywhere: bool) -> Iterator[None]:
+    """Capture GEMMs whose schedule is chosen for crowded SMs, everywhere or only where K is larger than N."""
+    before = gemm_schedule.h200_microseconds
+
+    def estimate(schedule: gemm_schedule.Schedule, m: int, weight: gemm_schedule.Tiles, *others: Any) -> float:
+        tall = weight.column_tiles * gemm_schedule.COLUMNS > weight.row_tiles * gemm_schedule.ROWS
+        return before(schedule, m, weight, *others, crowded=everywhere or tall)
+
+    product._prepared.cache_clear()
+    with patch.object(gemm_schedule, "h200_microseconds", estimate):
+        yield
+    product._prepared.cache_clear()
+
+
+@contextmanager
 def choosing(kind: str) -> Iterator[None]:
     """Capture kernels of a kind of `KERNELS` wherever a format has one that can compute the matmul."""
     before = Format.choose
@@ -218,6 +235,7 @@ class Others:
 
     starts: Sequence[int]
     attention: Sequence[tuple[int, int, int]]
+    crowded: bool
 
 
 def variants(count: int, prompt: bool, others: Others) -> dict[str, Callable[[], AbstractContextManager[None]]]:
@@ -225,6 +243,8 @@ def variants(count: int, prompt: bool, others: Others) -> dict[str, Callable[[],
     found: dict[str, Callable[[], AbstractContextManager[None]]] = {}
     for one in () if prompt else others.attention:
         found[f" attention {one[0]}x{one[1]}x{one[2]}"] = partial(attending, *one)
+    if others.crowded and not prompt:
+        found |= {" crowded": partial(crowding, True), " crowded down": partial(crowding, False)}
     if count in others.starts:
         early = count <= expand_gemm.MAX_EARLY_TOKENS
         found[" late" if early else " early"] = partial(starting, not early)
@@ -255,7 +275,7 @@ def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
             yield Subject(options.arch, options.blocks, name).row(work, count, seconds)
 
     sizes = iter(options.attention)
-    others = Others(options.starts, list(zip(sizes, sizes, sizes, strict=True)))
+    others = Others(options.starts, list(zip(sizes, sizes, sizes, strict=True)), options.crowded)
     for length in options.prompts:
         if {"prompt", "idle"} & set(options.works):
             graphs = with_variants(capturing, backends, length, True, others)
@@ -286,6 +306,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=integers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--starts", type=integers, default=[], help="counts of early and late starts")
     parser.add_argument("--attention", type=integers, default=[], help="warps, ahead and CTAs of each schedule")
+    parser.add_argument("--crowded", action="store_true", help="schedules of crowded SMs, in steps")
     parser.add_argument("--works", type=lambda text: text.split(","), default=list(WORKS))
     parser.add_argument("--seconds", type=float, default=200, help="of measuring, after which the rest is left out")
     parser.add_argument("--only-compile", action="store_true")

@@ -3,8 +3,8 @@
     python benchmarks/every_token.py results/h200/every-token.csv [--shapes 28672,8192,4096,4096] [--seconds 120]
 
 Needs a GPU. float16 (with DTYPE=bfloat16 in the environment that), microseconds of CUDA graphs over weights that
-outgrow the cache. Every output is compared with float32 before it is timed; humming's with the weight before rounding to
-4 bits, whose error is 0.1. Without the package humming has no rows. After ``--seconds`` no more are timed.
+outgrow the cache. Every output is compared with float32 before it is timed; humming's with the weight before rounding
+to 4 bits, whose error is 0.1. Without the package humming has no rows. After ``--seconds`` no more are timed.
 """
 
 from __future__ import annotations
