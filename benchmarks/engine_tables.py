@@ -212,6 +212,33 @@ def profiles() -> str:
     return markdown(header, lines)
 
 
+MANY = (("1", "1"), ("2", "1"), ("1", "0"), ("2", "0"))
+"""CTAs per cluster and split_k (0: Stream-K) of the schedules for many tokens."""
+
+
+def many_tokens() -> str:
+    """Microseconds of schedules for 1,024 to 4,096 tokens, the lower of two; bold what the rule takes."""
+    times: dict[tuple[str, ...], list[float]] = {}
+    chosen = set()
+    for row in result("h200/sweeps/gemm-many.csv"):
+        case = (row["m"], f"{row['n']} x {row['k']}", row["weights"])
+        key = (*case, row["cluster"], row["split_k"])
+        times.setdefault(key, []).append(float(row["us"]))
+        if row["kernel"] == "chosen":
+            chosen.add(key)
+    lines = []
+    for m, shape in sorted({key[:2] for key in times}, key=lambda one: (int(one[0]), one[1])):
+        cells = []
+        for weights in ("bitmask", "gqs", "vector_nm", "ec_csr"):
+            keys = [(m, shape, weights, *one) for one in MANY]
+            texts = [f"{min(times[key]):.0f}" for key in keys]
+            cells.append(
+                " / ".join(f"**{text}**" if key in chosen else text for key, text in zip(keys, texts, strict=True))
+            )
+        lines.append([f"{int(m):,}", shape, f"{min(times[m, shape, 'dense', '', '']):.0f}", *cells])
+    return markdown(("tokens", "whole / multicast / Stream-K / both", "cuBLAS", *list(NAMES)[1:]), lines)
+
+
 TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": launched}
 TABLES |= {
     "blocks-rested": rested,
@@ -224,4 +251,5 @@ TABLES |= {
     "every-token-wide": partial(every_token, "4096", "11008"),
     "every-token-missed": missed,
     "every-token-profiles": profiles,
+    "gemm-many": many_tokens,
 }
