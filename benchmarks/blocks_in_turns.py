@@ -16,8 +16,8 @@ They are compared for the counts of ``--starts``. Weights with ``gemm`` never un
 in prompts of `LEAST_UNPACKED` to `MOST_UNPACKED` tokens. Weights with ``attention 4x8x3`` have an attention of 4 warps
 per CTA, 8 positions per team in flight and registers for 3 CTAs per SM in their steps (``--attention``), and K and V
 unsplit. With ``--crowded``, weights with ``crowded`` have GEMMs in steps whose schedule is chosen as if their CTAs
-crowd onto the SMs where the kernel before ends first, those with ``crowded down`` only where K is larger than N.
-``--only-compile`` times nothing.
+crowd onto the SMs where the kernel before ends first, those with ``crowded down`` only where K is larger than N. Those
+with ``crowded two`` may also have two CTAs of one warpgroup per SM. ``--only-compile`` times nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -143,16 +143,22 @@ def attending(warps: int, ahead: int, ctas: int) -> Iterator[None]:
 
 
 @contextmanager
-def crowding(everywhere: bool) -> Iterator[None]:
+def crowding(everywhere: bool, two: bool = False) -> Iterator[None]:
     """Capture GEMMs whose schedule is chosen for crowded SMs, everywhere or only where K is larger than N."""
+    more = {tile_m: ((1, 1, 2), *gemm_schedule.SPLIT_K[tile_m]) for tile_m in (16, 32, 64)} if two else {}
     before = gemm_schedule.h200_microseconds
 
-    def estimate(schedule: gemm_schedule.Schedule, m: int, weight: gemm_schedule.Tiles, *others: Any) -> float:
+    def estimate(
+        schedule: gemm_schedule.Schedule, m: int, weight: gemm_schedule.Tiles, sms: int, rates: gemm_schedule.Rates
+    ) -> float:
         tall = weight.column_tiles * gemm_schedule.COLUMNS > weight.row_tiles * gemm_schedule.ROWS
-        return before(schedule, m, weight, *others, crowded=everywhere or tall)
+        return before(schedule, m, weight, sms, rates, everywhere or tall)
 
     product._prepared.cache_clear()
-    with patch.object(gemm_schedule, "h200_microseconds", estimate):
+    with (
+        patch.object(gemm_schedule, "h200_microseconds", estimate),
+        patch.object(gemm_schedule, "SPLIT_K", {**gemm_schedule.SPLIT_K, **more}),
+    ):
         yield
     product._prepared.cache_clear()
 
@@ -245,6 +251,7 @@ def variants(count: int, prompt: bool, others: Others) -> dict[str, Callable[[],
         found[f" attention {one[0]}x{one[1]}x{one[2]}"] = partial(attending, *one)
     if others.crowded and not prompt:
         found |= {" crowded": partial(crowding, True), " crowded down": partial(crowding, False)}
+        found[" crowded two"] = partial(crowding, True, True)
     if count in others.starts:
         early = count <= expand_gemm.MAX_EARLY_TOKENS
         found[" late" if early else " early"] = partial(starting, not early)
