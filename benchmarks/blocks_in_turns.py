@@ -2,7 +2,7 @@
 
     python benchmarks/blocks_in_turns.py OUT.csv [--arch llama2-7b] [--blocks 8] [--batches 1,8,32,64,128]
         [--prompts 128,256,512,1024,2048,4096,8192] [--seconds 200] [--works prompt,idle,eager,wall,step]
-        [--starts 96]
+        [--starts 96] [--attention 4,8,3,4,5,4]
 
 Needs a GPU. A process per format compares a GPU that has just started with one at its power limit, and a quiet host
 with a busy one. Here all formats take turns. A turn is `WARM_SECONDS` of runs that are not counted, in which the clock
@@ -13,7 +13,11 @@ decided: a GEMM took 12.8 ms behind dense and 11.6 behind unpacked weights. ``wo
 Weights with ``late`` have the same graphs, but GEMMs start when the kernel before the one that writes x has ended;
 those with ``early`` start before that. Without either they start as the engine has it (`MAX_EARLY_TOKENS`).
 They are compared for the counts of ``--starts``. Weights with ``gemm`` never unpack, those with ``unpack`` always do,
-in prompts of `LEAST_UNPACKED` to `MOST_UNPACKED` tokens. ``--only-compile`` times nothing.
+in prompts of `LEAST_UNPACKED` to `MOST_UNPACKED` tokens. Weights with ``attention 4x8x3`` have an attention of 4 warps
+per CTA, 8 positions per team in flight and registers for 3 CTAs per SM in their steps (``--attention``), and K and V
+unsplit. With ``--crowded``, weights with ``crowded`` have GEMMs in steps whose schedule is chosen as if their CTAs
+crowd onto the SMs where the kernel before ends first, those with ``crowded down`` only where K is larger than N. Those
+with ``crowded two`` may also have two CTAs of one warpgroup per SM. ``--only-compile`` times nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -32,7 +37,7 @@ from blocks import CONTEXT, GPU, POSITION, STEPS, WEIGHTS, Row, Subject, backend
 
 from semisparse.bench.model import Workload, random_model, random_prompts
 from semisparse.bench.table import write_csv
-from semisparse.engine import Sampling
+from semisparse.engine import Sampling, attention
 from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.decoder import Cache
 from semisparse.errors import KernelError
@@ -130,6 +135,35 @@ def starting(early: bool) -> Iterator[None]:
 
 
 @contextmanager
+def attending(warps: int, ahead: int, ctas: int) -> Iterator[None]:
+    """Capture an attention of a schedule."""
+    schedule = attention.Schedule(1, warps, ahead, ctas)
+    with patch.object(attention, "_schedule", lambda *arguments: schedule):
+        yield
+
+
+@contextmanager
+def crowding(everywhere: bool, two: bool = False) -> Iterator[None]:
+    """Capture GEMMs whose schedule is chosen for crowded SMs, everywhere or only where K is larger than N."""
+    more = {tile_m: ((1, 1, 2), *gemm_schedule.SPLIT_K[tile_m]) for tile_m in (16, 32, 64)} if two else {}
+    before = gemm_schedule.h200_microseconds
+
+    def estimate(
+        schedule: gemm_schedule.Schedule, m: int, weight: gemm_schedule.Tiles, sms: int, rates: gemm_schedule.Rates
+    ) -> float:
+        tall = weight.column_tiles * gemm_schedule.COLUMNS > weight.row_tiles * gemm_schedule.ROWS
+        return before(schedule, m, weight, sms, rates, everywhere or tall)
+
+    product._prepared.cache_clear()
+    with (
+        patch.object(gemm_schedule, "h200_microseconds", estimate),
+        patch.object(gemm_schedule, "SPLIT_K", {**gemm_schedule.SPLIT_K, **more}),
+    ):
+        yield
+    product._prepared.cache_clear()
+
+
+@contextmanager
 def choosing(kind: str) -> Iterator[None]:
     """Capture kernels of a kind of `KERNELS` wherever a format has one that can compute the matmul."""
     before = Format.choose
@@ -201,10 +235,24 @@ def prompting(backend: DecoderBackend, length: int) -> tuple[Run, Run]:
     return eager, wall
 
 
-def variants(count: int, prompt: bool, starts: Sequence[int]) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+@dataclass(frozen=True)
+class Others:
+    """What is captured beside the engine's own choices: counts of ``--starts``, schedules of ``--attention``."""
+
+    starts: Sequence[int]
+    attention: Sequence[tuple[int, int, int]]
+    crowded: bool
+
+
+def variants(count: int, prompt: bool, others: Others) -> dict[str, Callable[[], AbstractContextManager[None]]]:
     """Return what is captured beside the engine's own choices, by what follows the weights' name."""
     found: dict[str, Callable[[], AbstractContextManager[None]]] = {}
-    if count in starts:
+    for one in () if prompt else others.attention:
+        found[f" attention {one[0]}x{one[1]}x{one[2]}"] = partial(attending, *one)
+    if others.crowded and not prompt:
+        found |= {" crowded": partial(crowding, True), " crowded down": partial(crowding, False)}
+        found[" crowded two"] = partial(crowding, True, True)
+    if count in others.starts:
         early = count <= expand_gemm.MAX_EARLY_TOKENS
         found[" late" if early else " early"] = partial(starting, not early)
     if prompt and LEAST_UNPACKED <= count <= MOST_UNPACKED:
@@ -213,12 +261,12 @@ def variants(count: int, prompt: bool, starts: Sequence[int]) -> dict[str, Calla
 
 
 def with_variants(
-    capture: Callable[..., Captured], backends: Backends, count: int, prompt: bool, starts: Sequence[int]
+    capture: Callable[..., Captured], backends: Backends, count: int, prompt: bool, others: Others
 ) -> dict[str, Captured]:
     """Capture all weights and their variants, by name. A variant that cannot run is printed and left out."""
     runs = {name: capture(backend, count) for name, backend in backends.items()}
     for name, backend in backends.items():
-        for suffix, variant in variants(count, prompt, starts).items() if name != "dense" else ():
+        for suffix, variant in variants(count, prompt, others).items() if name != "dense" else ():
             try:
                 runs[name + suffix] = capture(backend, count, variant())
             except (KernelError, torch.OutOfMemoryError) as error:
@@ -233,9 +281,11 @@ def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
         for name, seconds in found.items():
             yield Subject(options.arch, options.blocks, name).row(work, count, seconds)
 
+    sizes = iter(options.attention)
+    others = Others(options.starts, list(zip(sizes, sizes, sizes, strict=True)), options.crowded)
     for length in options.prompts:
         if {"prompt", "idle"} & set(options.works):
-            graphs = with_variants(capturing, backends, length, True, options.starts)
+            graphs = with_variants(capturing, backends, length, True, others)
             if "prompt" in options.works:
                 at_once = 1 if length > 1024 else 3
                 found = in_turns({name: replaying(graph, at_once) for name, (graph, _) in graphs.items()})
@@ -249,7 +299,7 @@ def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
                 yield from rows(work, length, in_turns({name: of[index] for name, of in launched.items()}))
         torch.cuda.empty_cache()
     for count in options.batches if "step" in options.works else ():
-        yield from rows("step", count, in_turns(with_variants(stepping, backends, count, False, options.starts)))
+        yield from rows("step", count, in_turns(with_variants(stepping, backends, count, False, others)))
 
 
 def main() -> None:
@@ -262,6 +312,8 @@ def main() -> None:
     parser.add_argument("--batches", type=integers, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--prompts", type=integers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--starts", type=integers, default=[], help="counts of early and late starts")
+    parser.add_argument("--attention", type=integers, default=[], help="warps, ahead and CTAs of each schedule")
+    parser.add_argument("--crowded", action="store_true", help="schedules of crowded SMs, in steps")
     parser.add_argument("--works", type=lambda text: text.split(","), default=list(WORKS))
     parser.add_argument("--seconds", type=float, default=200, help="of measuring, after which the rest is left out")
     parser.add_argument("--only-compile", action="store_true")

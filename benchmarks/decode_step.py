@@ -91,7 +91,7 @@ Run = tuple[float, float, float]
 """Microseconds: duration, of it before the end of the kernel before, added."""
 
 
-OWN = ("semisparse_engine", "semisparse_silu_mul", "splitKreduce")
+OWN = ("semisparse_engine", "semisparse_silu_mul", "semisparse_permute_x", "splitKreduce")
 """Parts of the names of a layer's kernels that are no matmuls, or the end of the matmul before."""
 
 

@@ -1,9 +1,11 @@
-"""The tables of docs/experiments/blocks.md: decoder blocks in the engine, and every number of tokens."""
+"""The tables of docs/experiments/blocks.md and docs/kernels/every-token.md: decoder blocks, and single matmuls."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from rows import markdown, result
 
@@ -18,6 +20,8 @@ NAMES = {
 }
 BATCHES = ("1", "2", "4", "8", "16", "32", "64", "96", "128")
 TURNS = "h200/blocks-turns.csv"
+
+TUNED = Path(__file__).parents[1] / "semisparse/formats/tables/nvidia-h200.csv"
 
 PROMPTS = ("128", "256", "512", "1024", "2048", "4096", "8192")
 
@@ -43,23 +47,9 @@ def beside_dense(file: str, work: str, counts: Sequence[str], first: str) -> str
     return markdown((first, *(f"{int(count):,}" for count in counts)), lines)
 
 
-STARTS, LATE, MAX_EARLY = "h200/sweeps/gemm-starts.csv", " late", 64
-"""Steps of early and late GEMMs. The engine's start late above so many tokens."""
-
-
 def steps() -> str:
     """Decode steps of 8 blocks by batch, relative to dense."""
-    found, lines = by_work(STARTS), []
-    counts = [count for count in BATCHES if ("dense", "step", count) in found]
-    for weights, name in NAMES.items():
-        late = LATE if weights != "dense" else ""
-        times = [found[weights + (late if int(count) > MAX_EARLY else ""), "step", count] for count in counts]
-        cells = [f"{time / 1e3:.2f}" for time in times]
-        if weights != "dense":
-            beside = [time / found["dense", "step", count] for time, count in zip(times, counts, strict=True)]
-            cells = [f"{cell} ({share:.2f})" for cell, share in zip(cells, beside, strict=True)]
-        lines.append([name, *cells])
-    return markdown(("batch", *counts), lines)
+    return beside_dense(TURNS, "step", BATCHES, "batch")
 
 
 def prompts() -> str:
@@ -126,6 +116,21 @@ TARGETS = {
 """Microseconds that were asked for before the kernels were written, by N, K and weights, for each of `TOKENS`."""
 
 
+LARGE, SMALL = ("28672", "8192"), ("4096", "4096")
+BETWEEN = (("11008", "4096"), ("4096", "11008"))
+"""Shapes whose targets are "in proportion": those of `LARGE` and `SMALL`, interpolated by the number of weights."""
+
+
+def targets(n: str, k: str, weights: str) -> tuple[float, ...]:
+    """Return the targets of a shape and weights for each of `TOKENS`, or none."""
+    if (n, k) not in BETWEEN or (*SMALL, weights) not in TARGETS:
+        return TARGETS.get((n, k, weights), ())
+    (least, most), own = ((int(a) * int(b) for a, b in (SMALL, LARGE)), int(n) * int(k))
+    share = (own - least) / (most - least)
+    pairs = zip(TARGETS[(*SMALL, weights)], TARGETS[(*LARGE, weights)], strict=True)
+    return tuple(round(small + share * (large - small), 1) for small, large in pairs)
+
+
 def every_token(n: str, k: str) -> str:
     """Microseconds of a shape by weights and tokens, beside the target."""
     rows = [row for row in result("h200/every-token.csv") if (row["n"], row["k"]) == (n, k)]
@@ -133,10 +138,105 @@ def every_token(n: str, k: str) -> str:
     lines = []
     for weights in dict.fromkeys(weights for weights, _ in times):
         cells = [f"{times[weights, m]:.1f}" if (weights, m) in times else "" for m in TOKENS]
-        if (n, k, weights) in TARGETS:
-            cells = [f"{cell} / {target}" for cell, target in zip(cells, TARGETS[n, k, weights], strict=True)]
+        asked = targets(n, k, weights)
+        if asked:
+            cells = [f"{cell} / {target:g}" for cell, target in zip(cells, asked, strict=True)]
         lines.append([weights, *cells])
     return markdown((f"{n} x {k}", *(f"{int(m):,}" for m in TOKENS)), lines)
+
+
+VARIANTS = {"gqs w4": "w4", "gqs w2": "w2"}
+"""The variant in the tuned table, by the beginning of a weight's name."""
+
+
+def tuned() -> dict[tuple[str, ...], float]:
+    """Return the fastest kernel's microseconds in the H200's table, by N, K, weights, dtype and M."""
+    found: dict[tuple[str, ...], float] = {}
+    names = {weights for _, _, weights in TARGETS}
+    of_table = {(w.split()[0], w.split()[-1], VARIANTS.get(w[:6], "")): w for w in names}
+    with TUNED.open(newline="") as file:
+        for row in csv.DictReader(file):
+            weights = of_table.get((row["format"], row["pattern"], row["variant"]))
+            if weights and row["us"]:
+                key = (row["n"], row["k"], weights, row["dtype"], row["m"])
+                found[key] = min(float(row["us"]), found.get(key, float("inf")))
+    return found
+
+
+def missed() -> str:
+    """By how many per cent each target is missed: every-token.csv / the tuned table's float16 / its bfloat16."""
+    once = {(row["n"], row["k"], row["weights"], row["m"]): row["us"] for row in result("h200/every-token.csv")}
+    table, lines = tuned(), []
+    cases = [*TARGETS, *((*shape, weights) for shape in BETWEEN for n, k, weights in TARGETS if (n, k) == SMALL)]
+    for n, k, weights in cases:
+        cells = []
+        for m, target in zip(TOKENS, targets(n, k, weights), strict=True):
+            times = [float(once[n, k, weights, m])]
+            times += [table[n, k, weights, dtype, m] for dtype in ("float16", "bfloat16")]
+            over = [round(100 * (time / target - 1)) for time in times]
+            cells.append("met" if max(over) <= 0 else " / ".join(f"{value:+d}" if value else "0" for value in over))
+        lines.append([f"{n} x {k}", weights, *cells])
+    return markdown(("", "over the target, %", *(f"{int(m):,}" for m in TOKENS)), lines)
+
+
+WAITS = {
+    "long_scoreboard": "memory",
+    "short_scoreboard": "shared memory",
+    "mio_throttle": "its queue",
+    "wait": "fixed latency",
+    "not_selected": "to be selected",
+    "math_pipe_throttle": "a pipe",
+    "dispatch_stall": "dispatch",
+    "barrier": "barrier",
+    "gmma": "wgmma",
+    "branch_resolving": "branch",
+    "no_instruction": "instructions",
+    "imc_miss": "constants",
+}
+"""What warps wait for, by ncu's names."""
+
+
+def profiles() -> str:
+    """Nsight Compute's figures of kernels that miss a target, and of cuBLAS."""
+    lines = []
+    rows = result("h200/sweeps/missed-cells-ncu.csv")
+    for row in sorted(rows, key=lambda row: (-int(row["n"]) * int(row["k"]), -int(row["n"]), int(row["m"]))):
+        waits = [part.rsplit(" ", 1) for part in row["stalls"].split("; ") if not part.startswith("selected")]
+        three = ", ".join(f"{WAITS[name]} {float(cycles):.1f}" for name, cycles in waits[:3])
+        names = ("tensor", "issue", "alu", "shared_memory", "l2", "dram")
+        shares = [f"{float(row[f'{name}_percent']):.0f}" for name in names]
+        kernel = row["weights"] if row["weights"] == row["kernel"] else f"{row['weights']} {row['kernel']}"
+        size = f"{row['n']} x {row['k']}"
+        lines.append([size, f"{int(row['m']):,}", kernel, *shares, row["eligible_warps"], three])
+    header = ("", "tokens", "kernel", "tensor", "issue", "ALU", "shared", "L2", "DRAM", "eligible", "waits")
+    return markdown(header, lines)
+
+
+MANY = (("1", "1"), ("2", "1"), ("1", "0"), ("2", "0"))
+"""CTAs per cluster and split_k (0: Stream-K) of the schedules for many tokens."""
+
+
+def many_tokens() -> str:
+    """Microseconds of schedules for 1,024 to 4,096 tokens, the lower of two; bold what the rule takes."""
+    times: dict[tuple[str, ...], list[float]] = {}
+    chosen = set()
+    for row in result("h200/sweeps/gemm-many.csv"):
+        case = (row["m"], f"{row['n']} x {row['k']}", row["weights"])
+        key = (*case, row["cluster"], row["split_k"])
+        times.setdefault(key, []).append(float(row["us"]))
+        if row["kernel"] == "chosen":
+            chosen.add(key)
+    lines = []
+    for m, shape in sorted({key[:2] for key in times}, key=lambda one: (int(one[0]), one[1])):
+        cells = []
+        for weights in ("bitmask", "gqs", "vector_nm", "ec_csr"):
+            keys = [(m, shape, weights, *one) for one in MANY]
+            texts = [f"{min(times[key]):.0f}" for key in keys]
+            cells.append(
+                " / ".join(f"**{text}**" if key in chosen else text for key, text in zip(keys, texts, strict=True))
+            )
+        lines.append([f"{int(m):,}", shape, f"{min(times[m, shape, 'dense', '', '']):.0f}", *cells])
+    return markdown(("tokens", "whole / multicast / Stream-K / both", "cuBLAS", *list(NAMES)[1:]), lines)
 
 
 TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": launched}
@@ -149,4 +249,7 @@ TABLES |= {
     "every-token-small": partial(every_token, "4096", "4096"),
     "every-token-tall": partial(every_token, "11008", "4096"),
     "every-token-wide": partial(every_token, "4096", "11008"),
+    "every-token-missed": missed,
+    "every-token-profiles": profiles,
+    "gemm-many": many_tokens,
 }

@@ -2,9 +2,9 @@
 
     python benchmarks/every_token.py results/h200/every-token.csv [--shapes 28672,8192,4096,4096] [--seconds 120]
 
-Needs a GPU. float16, microseconds of CUDA graphs over weights that outgrow the cache. Every output is compared with
-float32 before it is timed; humming's with the weight before rounding to 4 bits, whose error is 0.1. Without the package
-humming has no rows. After ``--seconds`` no more are timed.
+Needs a GPU. float16 (with DTYPE=bfloat16 in the environment that), microseconds of CUDA graphs over weights that
+outgrow the cache. Every output is compared with float32 before it is timed; humming's with the weight before rounding
+to 4 bits, whose error is 0.1. Without the package humming has no rows. After ``--seconds`` no more are timed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import os
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -34,7 +35,7 @@ from semisparse.formats.product import prepare_product, problem_of
 from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 
-GPU, DTYPE = torch.device("cuda"), torch.float16
+GPU, DTYPE = torch.device("cuda"), getattr(torch, os.environ.get("DTYPE", "float16"))
 SHAPES = "28672,8192,4096,4096,11008,4096,4096,11008"
 TOKENS = "1,8,16,32,64,128,256,1024"
 WEIGHTS = (
@@ -57,7 +58,7 @@ def compile_all(weights: Sequence[Packed], tokens: Sequence[int]) -> None:
 
 def row(n: int, k: int, m: int, weights: str, kernel: str, megabytes: float, times: dict[str, str]) -> dict[str, str]:
     """Return a CSV row."""
-    values = {"n": n, "k": k, "m": m, "dtype": "float16", "weights": weights, "kernel": kernel, **times}
+    values = {"n": n, "k": k, "m": m, "dtype": f"{DTYPE}"[6:], "weights": weights, "kernel": kernel, **times}
     values |= {"megabytes": f"{megabytes:.1f}", "machine": torch.cuda.get_device_name()}
     return {column: str(values[column]) for column in COLUMNS}
 

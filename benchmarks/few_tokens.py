@@ -2,9 +2,9 @@
 
     python benchmarks/few_tokens.py results/h200/sweeps/few-tokens-producers.csv [--seconds 60] [--formats bitmask,gqs]
 
-Needs a Hopper GPU. float16, microseconds of CUDA graphs over weights that outgrow the cache. Every output is compared
-with float32 before it is timed, twice: all schedules forwards, then backwards. "chosen" is the kernel that `auto`
-takes. ``--once`` launches schedules once, for a profiler, without PDL.
+Needs a Hopper GPU. float16 (or DTYPE=bfloat16), microseconds of CUDA graphs over weights that outgrow the cache. Every
+output is compared with float32 before it is timed, twice: all schedules forwards, then backwards. "chosen" is the
+kernel that `auto` takes. ``--once`` launches schedules once, for a profiler, without PDL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from checked import checked_error, launch_for_profiler, timed
 from ec_csr_gemm import in_tiles
-from every_token import copies_of, inputs
+from every_token import DTYPE, GPU, copies_of, inputs
 from rows import write_rows
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,10 +49,9 @@ from semisparse.patterns import parse_pattern
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.gemm_schedule import Schedule, Shape, Tiles, fit, tile_m_of
 
-GPU, DTYPE = torch.device("cuda"), torch.float16
 LARGE, SMALL = (28672, 8192), (4096, 4096)
-ALL_SCHEDULES = {"vector_nm"}
-"""The weights of which not only the chosen kernel is timed."""
+ALL_SCHEDULES = {"vector_nm", "gqs"}
+"""The weights of which not only the chosen kernel is timed, with one and with two producer warpgroups."""
 
 SHAPES = (LARGE, SMALL, (11008, 4096), (4096, 11008))
 WEIGHTS: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -90,15 +89,15 @@ SPLIT: dict[int, tuple[Shape, ...]] = {
 """The same with K split so often that the grid fills the SMs once; of smaller weights."""
 
 
-def schedules(name: str, packed: Packed, m: int) -> list[Schedule]:
-    """Return the schedules to time; of vector_nm with one and with two producer warpgroups where both are possible."""
+def schedules(packed: Packed, m: int) -> list[Schedule]:
+    """Return the schedules to time; with one and with two producer warpgroups where both are possible."""
     weight, facts, tile_m = tiles_of(packed), device_facts(GPU), tile_m_of(m)
     found = []
     for shape in (STREAMED if packed.shape == LARGE else SPLIT)[tile_m]:
         warpgroups, cluster, ctas = shape
         outputs = -(-weight.row_tiles // (4 * warpgroups)) * -(-m // tile_m)
         split = 0 if packed.shape == LARGE else min(8, weight.column_tiles, max(1, ctas * facts.sms // outputs))
-        for slow_copies in (False, True) if name == "vector_nm" else (False,):
+        for slow_copies in (False, True):
             tiles = dataclasses.replace(weight, slow_copies=slow_copies)
             found.append(fit(tiles, facts, tile_m, warpgroups, cluster, split, ctas))
     return list(dict.fromkeys(schedule for schedule in found if schedule is not None))
@@ -133,7 +132,7 @@ def products(name: str, packed: Packed, x: Tensor) -> Iterator[tuple[str, Schedu
     if form != "ec_csr":
         chosen = get_format(form).choose(problem_of(x, packed))
         yield f"chosen: {chosen.name}", None, chosen.prepare(problem_of(x, packed))
-    for schedule in schedules(name, packed, len(x)) if name in ALL_SCHEDULES else []:
+    for schedule in schedules(packed, len(x)) if name in ALL_SCHEDULES else []:
         yield "gemm", schedule, KERNELS[form].prepare(problem_of(x, packed), schedule)
 
 
@@ -143,7 +142,7 @@ def row(
     """Return a CSV row."""
     (n, k), megabytes = packed.shape, f"{packed.nbytes / 1e6:.1f}"
     values: dict[str, Any] = {**(dataclasses.asdict(schedule) if schedule else {}), **times, "megabytes": megabytes}
-    values |= {"n": n, "k": k, "m": m, "dtype": "float16", "weights": name, "kernel": kernel}
+    values |= {"n": n, "k": k, "m": m, "dtype": f"{DTYPE}"[6:], "weights": name, "kernel": kernel}
     values["machine"] = torch.cuda.get_device_name()
     return {column: str(values.get(column, "")) for column in COLUMNS}
 
@@ -174,7 +173,7 @@ def compile_all(weights: Weights, tokens: list[int]) -> None:
                 form = packed.spec.format
                 if form != "ec_csr":
                     pool.submit(get_format(form).choose(problem_of(x, packed)).prepare, problem_of(x, packed))
-                for schedule in schedules(name, packed, m) if name in ALL_SCHEDULES else []:
+                for schedule in schedules(packed, m) if name in ALL_SCHEDULES else []:
                     pool.submit(KERNELS[form].prepare, problem_of(x, packed), schedule)
 
 

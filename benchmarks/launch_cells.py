@@ -4,8 +4,8 @@
         --section SchedulerStats --section ComputeWorkloadAnalysis -k 'regex:gemm|decode|full|nvjet|cutlass'
         python benchmarks/launch_cells.py gqs-w2:28672,8192,16 dense:4096,4096,256 > profile.csv
 
-Needs a GPU. float16. A cell is the weights (a name of few_tokens.py, or dense), N, K and M. Kernels are launched
-without PDL, each after the one before has ended. ``--compile`` only compiles.
+Needs a GPU. float16 (or DTYPE=bfloat16). A cell is the weights (a name of few_tokens.py, or dense), N, K and M. Kernels
+are launched without PDL, each after the one before has ended. ``--compile`` only compiles.
 """
 
 from __future__ import annotations

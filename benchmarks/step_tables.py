@@ -12,7 +12,8 @@ BYTES_PER_US = 4.33e6
 """The H200's read bandwidth: 4.33 TB/s."""
 
 PARTS = {"qkv": "q, k, v", "attention": "attention", "o": "o", "gate_up": "gate, up", "down": "down"}
-OTHERS = {"rms_norm": "norms", "silu_mul": "SiLU", "indexSelect": "embedding", "nvjet": "head", "dense_decode": "head"}
+OTHERS = {"rms_norm": "norms", "silu_mul": "SiLU", "indexSelect": "embedding", "gather": "embedding", "nvjet": "head"}
+OTHERS |= {"dense_decode": "head", "permute_x": "permuting x", "splitKreduce": "sums of split-K"}
 ONCE = ("embedding", "head", "next token")
 
 ASKED = {"dense": "3.7", "bitmask": "2.3", "ec_csr": "2.1", "vector_nm": "2.2", "gqs-w4s50": "1.3"}
@@ -34,12 +35,13 @@ def kernels(batch: str) -> str:
 
     ec_csr has no brackets: its bytes are those of two layouts, and a kernel reads one.
     """
-    rows = [row for row in result("h200/decode-step-formats.csv") if row["batch"] == batch]
+    file = "h200/decode-step-32.csv" if batch == "32" else "h200/decode-step-formats.csv"
+    rows = [row for row in result(file) if row["batch"] == batch]
     if batch == "1":
         rows = [{**row, "batch": "1"} for row in result("h200/decode-step.csv") if row["weights"] == "dense"] + rows
     formats = list(dict.fromkeys(row["weights"] for row in rows))
     lines = []
-    for part in (*PARTS.values(), "norms", "SiLU", *ONCE):
+    for part in (*PARTS.values(), "sums of split-K", "permuting x", "norms", "SiLU", *ONCE):
         cells = []
         for name in formats:
             found = [row for row in rows if row["weights"] == name and _part(row) == part]
@@ -119,6 +121,7 @@ def starts() -> str:
 TABLES = {
     "step-kernels": partial(kernels, "1"),
     "step-kernels-8": partial(kernels, "8"),
+    "step-kernels-32": partial(kernels, "32"),
     "attention-schedules": partial(attention, "1"),
     "attention-schedules-8": partial(attention, "8"),
     "generate-command": commands,

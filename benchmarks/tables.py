@@ -35,6 +35,7 @@ PAGES = (
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
     "docs/kernels/bitmask.md",
+    "docs/kernels/every-token.md",
     "docs/kernels/experts.md",
 )
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -4,7 +4,7 @@
     python benchmarks/two_trees.py results/h200/sweeps/two-trees.csv /tmp/0584701^:bitmask,bitmask-w4 --rounds 5
 
 Needs a GPU. Each version runs in a process of its own, packs and compiles there, and times the kernel that it chooses
-(float16, CUDA graphs over weights that outgrow the cache) when its parent process says so; only one process uses the
+(CUDA graphs over weights that outgrow the cache) when its parent process says so; only one process uses the
 GPU at a time. Each round times every matmul once in both versions, and every other round begins with today's. The CSV
 is written after each round, with the median time of each version and the median of after / before within a round.
 """
@@ -28,6 +28,8 @@ WEIGHTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "bitmask": ("bitmask", "32:64", {}),
     "bitmask-w4": ("bitmask", "32:64", {"kind": "w4"}),
     "gqs-w4s50": ("gqs", "g16@50%", {"kind": "w4"}),
+    "gqs-w4": ("gqs", "g128@0%", {"kind": "w4"}),
+    "gqs-w2": ("gqs", "g64@0%", {"kind": "w2"}),
     "ec_csr": ("ec_csr", "70%", {}),
     "vector_nm": ("vector_nm", "16:32v32", {}),
     "slide24": ("slide24", "6:8", {}),
@@ -36,7 +38,7 @@ WEIGHTS: dict[str, tuple[str, str, dict[str, str]]] = {
 
 SHAPES = "4096,4096,11008,4096,4096,11008,28672,8192"
 COLUMNS = ("before", "weights", "n", "k", "m", "kernel_before", "kernel_after", "us_before", "us_after", "ratio")
-COLUMNS += ("lowest_ratio", "highest_ratio", "rounds", "error", "machine")
+COLUMNS += ("lowest_ratio", "highest_ratio", "rounds", "error", "machine", "dtype")
 
 Case = tuple[str, int, int, int]
 """Name in `WEIGHTS`, N, K and M."""
@@ -48,11 +50,12 @@ class Worker:
     Args:
         tree: the folder that holds the version's ``semisparse``.
         cases: the matmuls that it prepares.
+        dtype: of x and the weights.
     """
 
-    def __init__(self, tree: Path, cases: list[Case]) -> None:
+    def __init__(self, tree: Path, cases: list[Case], dtype: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", json.dumps(cases)],
+            [sys.executable, __file__, "--worker", json.dumps(cases), dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(tree)},
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="N,K pairs, comma-separated")
     parser.add_argument("--tokens", default="1,8,64,256", help="comma-separated")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     options = parser.parse_args()
     sizes = [int(size) for size in options.shapes.split(",")]
     shapes = list(zip(sizes[::2], sizes[1::2], strict=True))
@@ -87,8 +91,9 @@ def main() -> None:
     for text in options.before:
         folder, _, names = text.rpartition(":")
         cases[Path(folder)] = [(name, n, k, m) for name in names.split(",") for n, k in shapes for m in tokens]
-    after = Worker(Path(__file__).parents[1], list(dict.fromkeys(case for some in cases.values() for case in some)))
-    workers = {tree: Worker(tree, some) for tree, some in cases.items()}
+    every = list(dict.fromkeys(case for some in cases.values() for case in some))
+    after = Worker(Path(__file__).parents[1], every, options.dtype)
+    workers = {tree: Worker(tree, some, options.dtype) for tree, some in cases.items()}
     machine, *_ = [worker.ask(None) for worker in (after, *workers.values())]
     print(f"prepared after {time.perf_counter() - start:.0f} s", flush=True)
     times: dict[tuple[Path, Case], list[tuple[Any, Any]]] = {}
@@ -99,15 +104,16 @@ def main() -> None:
                 answers = [worker.ask(case) for worker in (turns if number % 2 == 0 else turns[::-1])]
                 before, now = answers if number % 2 == 0 else answers[::-1]
                 times.setdefault((tree, case), []).append((before, now))
-        write_rows(options.csv, [row(*key, some, machine) for key, some in times.items()], COLUMNS)
+        write_rows(options.csv, [row(*key, some, (machine, options.dtype)) for key, some in times.items()], COLUMNS)
         print(f"round {number + 1} ended after {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def row(tree: Path, case: Case, rounds: list[tuple[Any, Any]], machine: str) -> dict[str, str]:
-    """Return the CSV row of a matmul."""
+def row(tree: Path, case: Case, rounds: list[tuple[Any, Any]], ran: tuple[str, str]) -> dict[str, str]:
+    """Return the CSV row of a matmul, on a machine and in a dtype."""
     name, n, k, m = case
     before, after = rounds[0]
-    line = {"before": tree.name, "weights": name, "n": n, "k": k, "m": m, "rounds": len(rounds), "machine": machine}
+    line = {"before": tree.name, "weights": name, "n": n, "k": k, "m": m, "rounds": len(rounds)}
+    line |= dict(zip(("machine", "dtype"), ran, strict=True))
     line |= {"kernel_before": before["kernel"], "kernel_after": after["kernel"], "error": f"{after['error']:.1e}"}
     ratios = [now["us"] / then["us"] for then, now in rounds]
     line |= {"us_before": f"{median(then['us'] for then, _ in rounds):.2f}"}
@@ -116,7 +122,7 @@ def row(tree: Path, case: Case, rounds: list[tuple[Any, Any]], machine: str) -> 
     return {column: str(line[column]) for column in COLUMNS}
 
 
-def work(cases: list[Case], answers: IO[str]) -> None:
+def work(cases: list[Case], dtype_name: str, answers: IO[str]) -> None:
     """Prepare the cases with the version on PYTHONPATH, then time one per line of standard input."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -131,7 +137,7 @@ def work(cases: list[Case], answers: IO[str]) -> None:
     from semisparse.patterns import parse_pattern
     from semisparse.runtime.device import device_facts
 
-    gpu, dtype = torch.device("cuda"), torch.float16
+    gpu, dtype = torch.device("cuda"), getattr(torch, dtype_name)
     timing.GPU_SECONDS = 0.02
     copies: dict[tuple[str, int, int], list[Packed]] = {}
     for name, n, k in dict.fromkeys((name, n, k) for name, n, k, _ in cases):
@@ -171,6 +177,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print is no answer
-        work([(name, n, k, m) for name, n, k, m in json.loads(sys.argv[2])], answers)
+        work([(name, n, k, m) for name, n, k, m in json.loads(sys.argv[2])], sys.argv[3], answers)
     else:
         main()

@@ -5,13 +5,13 @@
 #include "chunk.cuh"
 #include "warp.cuh"
 
-// Constants of dequantise_u4: the mask of two codes in a word, and the two 16-bit numbers into whose mantissas codes are put.
+// Constants of dequantise_u4 for float16: the mask of two codes in a word, and the two numbers into whose mantissas codes are put.
 struct U4Constants {
     Word mask, magic;
 
     __device__ __forceinline__ explicit U4Constants(int parameter) {
-        mask = keep_constant(kHalf ? 0x00f000f0u : 0x00780078u, parameter);
-        magic = keep_constant(kHalf ? 0x54005400u : 0x41804180u, parameter);
+        mask = keep_constant(0x00f000f0u, parameter);
+        magic = keep_constant(0x54005400u, parameter);
     }
 };
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ __nv_bfloat162 bfloat162_of(Word bits) { return *rein
 
 // Dequantises eight 4-bit codes to four pairs of columns; the codes of pair i are nibble i of each half of `codes`. (code -
 // zero) is exact in both types, and its product with the scale is rounded once, as in `Packed.unpack`. 0x5400 is 64 as a half,
-// with an ulp of 1/16; 0x4180 is 16 in bfloat16, with an ulp of 1/8.
+// with an ulp of 1/16. In bfloat16 (gemm_dequantise.cuh) 0x7f00 is 2^127, 0x7d00 2^123 and 0x4280 64, which the scale is multiplied by.
 __device__ __forceinline__ void dequantise_u4(Word (&pairs)[4], Word codes, Word scale, Word zero, const U4Constants& constants,
                                               const __half*) {
     const __half2 zero_point = half2_of(__byte_perm(zero, constants.magic, 0x5050));
@@ -34,15 +34,16 @@ __device__ __forceinline__ void dequantise_u4(Word (&pairs)[4], Word codes, Word
     }
 }
 
-__device__ __forceinline__ void dequantise_u4(Word (&pairs)[4], Word codes, Word scale, Word zero, const U4Constants& constants,
+__device__ __forceinline__ void dequantise_u4(Word (&pairs)[4], Word codes, Word scale, Word zero, const U4Constants&,
                                               const __nv_bfloat16*) {
-    const __nv_bfloat162 zero_point = __float2bfloat162_rn(static_cast<float>(zero) * 0.0625f);
-    const __nv_bfloat162 sixteen = bfloat162_of(0x41804180u);
-    const Word shifted[4] = {codes << 3, codes >> 1, codes >> 5, codes >> 9};
+    const __nv_bfloat162 minus_zero = __hmul2(__low2bfloat162(bfloat162_of(zero)), bfloat162_of(0xfd00fd00u));
+    const __nv_bfloat162 wide = __hmul2(bfloat162_of(scale), bfloat162_of(0x42804280u));
+    const Word shifted = codes >> 8;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 code = __hsub2(bfloat162_of((shifted[i] & constants.mask) | constants.magic), sixteen);
-        pairs[i] = bits_of(__hmul2(__hsub2(code, zero_point), bfloat162_of(scale)));
+        const __nv_bfloat162 code = bfloat162_of((i < 2 ? codes : shifted) & (i % 2 ? 0x00f000f0u : 0x000f000fu));
+        const __nv_bfloat162 difference = __hfma2(code, bfloat162_of(i % 2 ? 0x7d007d00u : 0x7f007f00u), minus_zero);
+        pairs[i] = bits_of(__hmul2(difference, wide));
     }
 }
 

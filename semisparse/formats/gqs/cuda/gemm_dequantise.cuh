@@ -1,7 +1,7 @@
 // Dequantises 8 columns of a group in 2, 3, 4 or 8 bits: (code - zero) * scale in Element, bit for bit as `Packed.unpack` does.
 //
 // Codes are put into the mantissas of 16-bit numbers, two at a time. code - zero is less than 256 units of 2^(BITS - 8), so it is
-// exact in both types. Its product with the scale is rounded once.
+// exact in both types. Its product with the scale is rounded once. In bfloat16 of up to 4 bits 64 scale has to be finite.
 
 #pragma once
 
@@ -13,7 +13,8 @@ __device__ __forceinline__ Word bits_of(__nv_bfloat162 pair) { return *reinterpr
 __device__ __forceinline__ __half2 half2_of(Word bits) { return *reinterpret_cast<__half2*>(&bits); }
 __device__ __forceinline__ __nv_bfloat162 bfloat162_of(Word bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
 
-// Scale and zero point of a group, converted for dequantise_pair: in both halves of a word, or (bfloat16 in 8 bits) as floats.
+// Scale and zero point of a group, converted for dequantise_pair: in both halves of a word, or (bfloat16 in 8 bits) as floats. In
+// bfloat16 of fewer bits 64 times the scale, and the zero point over -64.
 struct ScaleZero {
     Word scale, zero;
 };
@@ -21,9 +22,11 @@ struct ScaleZero {
 // 2^(BITS + 2) as a half: its ulp is 2^(BITS - 8), the unit of zero points, so a zero point's 8 bits as its lowest ones add it.
 constexpr Word kHalfAnchor = (17u + BITS << 10) * 0x10001u;
 constexpr Word kHalfMask = ((1u << BITS) - 1 << 8 - BITS) * 0x10001u;
-// 16 in bfloat16: its ulp is 1/8, so a code of up to 4 bits in its bits from 3 on adds the code.
-constexpr Word kBfloatAnchor = 0x41804180u;
-constexpr Word kBfloatMask = ((1u << BITS) - 1 << 3) * 0x10001u;
+// Bits below 256 are, as a bfloat16, their value times 2^-133: subnormal, or of the least exponent. So codes need no shift where
+// they lie in the low byte of a half, and one fused multiply-add subtracts the zero point and brings them to 2^-6 of their value.
+constexpr Word kBfloatMask = ((1u << BITS) - 1) * 0x10001u;  // of the first pair
+constexpr int kPairsInPlace = BITS == 2 ? 4 : 2;             // of a unit; the others need a shift
+__device__ __forceinline__ constexpr Word bfloat_power(int exponent) { return (exponent + 127u << 7) * 0x10001u; }
 constexpr Word kFloatAnchor = 0x4b000000u;  // 2^23: its ulp is 1
 
 __device__ __forceinline__ constexpr Word code_mask(const __half*) { return kHalfMask; }
@@ -33,9 +36,14 @@ __device__ __forceinline__ ScaleZero prepare(Word scale, Word zero, const __half
     return {scale * 0x10001u, kHalfAnchor | zero * 0x10001u};
 }
 
+// The low half of a word times a pair.
+__device__ __forceinline__ Word twice(Word low, Word factors) {
+    return bits_of(__hmul2(__low2bfloat162(bfloat162_of(low)), bfloat162_of(factors)));
+}
+
 __device__ __forceinline__ ScaleZero prepare(Word scale, Word zero, const __nv_bfloat16*) {
     if constexpr (BITS == 8) return {scale << 16, kFloatAnchor | zero};
-    else return {scale * 0x10001u, bits_of(__float2bfloat162_rn(static_cast<float>(zero) * (1.0f / (1 << (8 - BITS)))))};
+    return {twice(scale, bfloat_power(6)), twice(zero, bfloat_power(119 + BITS) | 0x80008000u)};
 }
 
 // The codes of one of a lane's units, for BITS < 8: the even columns from bit 0 of the low half on, the odd ones from bit 0 of
@@ -59,7 +67,7 @@ __device__ __forceinline__ Word shift_pair(Word codes, int i, int to) {
 }
 
 // Dequantises pair `i` of a unit, columns 2 i and 2 i + 1. `mask` is `code_mask(kElement)`, which a caller may keep in a
-// register.
+// register: with the anchor, an instruction would have two constants.
 template <int words>
 __device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, Word mask,
                                                 const __half*) {
@@ -74,7 +82,7 @@ __device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int 
 }
 
 template <int words>
-__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, Word mask,
+__device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int unit, int i, ScaleZero group, Word,
                                                 const __nv_bfloat16*) {
     if constexpr (BITS == 8) {
         const float zero = __uint_as_float(group.zero), scale = __uint_as_float(group.scale);
@@ -82,9 +90,11 @@ __device__ __forceinline__ Word dequantise_pair(const Word (&codes)[words], int 
         const Word odd = __byte_perm(codes[2 * unit + 1], kFloatAnchor, 0x7440 | i);
         return pack2((__uint_as_float(even) - zero) * scale, (__uint_as_float(odd) - zero) * scale, kElement);
     } else {
-        const Word anchored = (shift_pair(spread(codes, unit), i, 3) & mask) | kBfloatAnchor;
-        const __nv_bfloat162 code = __hsub2(bfloat162_of(anchored), bfloat162_of(kBfloatAnchor));
-        return bits_of(__hmul2(__hsub2(code, bfloat162_of(group.zero)), bfloat162_of(group.scale)));
+        const int place = i % kPairsInPlace * BITS;
+        const Word code = (spread(codes, unit) >> (i / kPairsInPlace * kPairsInPlace * BITS)) & kBfloatMask << place;
+        const __nv_bfloat162 difference =
+            __hfma2(bfloat162_of(code), bfloat162_of(bfloat_power(127 - place)), bfloat162_of(group.zero));
+        return bits_of(__hmul2(difference, bfloat162_of(group.scale)));
     }
 }
 
