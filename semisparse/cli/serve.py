@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -16,6 +17,9 @@ from semisparse.errors import InputError, SemisparseError
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 
 _REGISTERED = "import semisparse; from transformers.cli.transformers import main; main()"
+
+CHAT_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
+"""Where a directory holds chat templates, beside tokenizer_config.json."""
 
 TRANSFORMERS = (sys.executable, "-c", _REGISTERED, "serve")
 """The command ``transformers serve`` with the checkpoint format registered."""
@@ -69,5 +73,21 @@ def _server() -> tuple[str, tuple[str, ...]]:
 
 
 def _example(model: Path, port: int) -> str:
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 32}}'
-    return f"curl http://localhost:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    """Return a request that the model can answer: servers refuse a chat with one that has no chat template."""
+    if _chats(model):
+        path, prompt = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    else:
+        path, prompt = "completions", '"prompt": "Hello"'
+    body = f'{{"model": "{model}", {prompt}, "max_tokens": 32}}'
+    return f"curl http://localhost:{port}/v1/{path} -H 'Content-Type: application/json' -d '{body}'"
+
+
+def _chats(model: Path) -> bool:
+    """Return whether a directory's tokenizer has a chat template."""
+    if any((model / name).exists() for name in CHAT_TEMPLATES):
+        return True
+    config = model / "tokenizer_config.json"
+    try:
+        return bool(json.loads(config.read_text()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):  # the server says what is wrong with it
+        return False

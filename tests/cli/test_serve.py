@@ -29,7 +29,18 @@ def test_the_directory_port_and_further_arguments_are_passed_on(run, started, co
     assert outcome.status == 0
     assert started == [["program", "serve", str(compressed), "--port", "81", "--max-model-len", "64"]]
     assert "by some server" in outcome.err
-    assert "curl http://localhost:81/v1/chat/completions" in outcome.err
+    assert "curl http://localhost:81/v1/completions" in outcome.err
+    assert f'-d \'{{"model": "{compressed}", "prompt": "Hello", "max_tokens": 32}}\'' in outcome.err
+
+
+@pytest.mark.parametrize("kept", ["chat_template.jinja", "tokenizer_config.json"])
+def test_the_example_is_a_chat_where_the_tokenizer_has_a_template(run, started, compressed: Path, kept: str):
+    """Servers refuse a chat with a model that has none."""
+    template = "{{ messages }}"
+    (compressed / kept).write_text(json.dumps({"chat_template": template}) if kept.endswith("json") else template)
+    outcome = run("serve", compressed)
+    assert outcome.status == 0
+    assert "curl http://localhost:8000/v1/chat/completions" in outcome.err
 
 
 def test_a_gpu_that_is_too_small_is_refused_before_vllm_starts(run, started, compressed: Path, monkeypatch):
