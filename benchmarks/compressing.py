@@ -43,6 +43,7 @@ RUNS = {
     "sparsegpt": ("rheosparse", ["search=none"], True, None),
     "magnitude": ("rheosparse", ["search=none", "prune=magnitude"], False, None),
     "profile": ("rheosparse", [], True, None),
+    "evolution": ("rheosparse", ["search=evolution"], True, None),
     "dense-w4": ("dense-w4", ["tune=none"], True, None),
     "auto bits=3": ("auto", [], True, {"bits": 3}),
 }
