@@ -44,6 +44,7 @@ CHANGES = {
     "8k": "search_tokens=8192",
     "submodules": "tune_units=submodules",
     "swaps": "refine=swaps",
+    "onepass": "refine=none",
 }
 """The settings that may be added to a run."""
 

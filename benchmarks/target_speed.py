@@ -8,8 +8,8 @@
 `losses` measures the losses of choices in a small trained model. `steps` measures, on the GPU, decode steps or prompts
 of models whose layers are all stored alike, from which times in the engine are predicted. `choose` takes the losses
 layer for layer at the same relative depth, and predicted times; it needs no GPU. `time` measures the chosen models'
-decode steps or prompts in the engine, on the GPU; with ``--busy N`` while N processes compute on the CPU, which
-launches the kernels of a prompt one by one.
+decode steps or prompts in the engine, on the GPU, in turns with the dense model's, since clocks change with what a GPU
+has just run; with ``--busy N`` while N processes compute on the CPU, which launches the kernels of a prompt one by one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 
 import torch
 from models import MODELS, Subject
@@ -33,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from semisparse.api.recipe import read_recipe
 from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, menu, options_of, parse_targets
 from semisparse.bench.machines import find_machine
-from semisparse.bench.model import Workload, measure_in_engine
+from semisparse.bench.model import Workload, measure_model
 from semisparse.bench.roofline import random_weight
 from semisparse.bench.shapes import architecture
 from semisparse.bench.step import MeasuredStep
@@ -42,6 +43,7 @@ from semisparse.compress import Choice, Option, Recipe, calibration_batches
 from semisparse.compress.recipe import read_targets
 from semisparse.compress.search.allocate import Unreachable, allocate
 from semisparse.compress.search.losses import ChoiceLosses
+from semisparse.engine import Engine
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import replace_linear
 from semisparse.patterns import NO_ZEROS, parse_pattern
@@ -90,6 +92,7 @@ def main() -> None:
     times.add_argument("csv", type=Path)
     times.add_argument("--targets", nargs="+", help="of those in the choices, by default all")
     times.add_argument("--busy", type=int, default=0, help="processes that compute on the CPU meanwhile")
+    times.add_argument("--rounds", type=int, default=5, help="turns of the dense model and the chosen one")
     times.set_defaults(call=time)
     options = parser.parse_args()
     options.call(options)
@@ -191,7 +194,7 @@ def steps(options: argparse.Namespace) -> None:
         every = [
             {**row, "layer": str(layer), "unit": "+".join(unit)} for layer in range(options.layers) for unit in UNITS
         ]
-        us = 1e3 * step_ms(every, options.layers, options.tokens)
+        us = 1e3 * step_ms(Engine(_model(every, options.layers)), options.tokens)
         values = (device_facts(DEVICE).name, SHAPES, options.layers, form, row["pattern"], quant, options.tokens)
         rows.append(dict(zip(columns, map(str, (*values, f"{us:.1f}")), strict=True)))
         write_rows(options.csv, rows, columns)
@@ -212,24 +215,24 @@ def busy(count: int) -> Iterator[None]:
 
 def time(options: argparse.Namespace) -> None:
     """Append a row per target: what was chosen for it beside the dense model, each measured in the engine."""
-    chosen, rows, dense = read_rows(options.choices), read_rows(options.csv), dict[int, float]()
+    chosen, rows = read_rows(options.choices), read_rows(options.csv)
     for target in options.targets or dict.fromkeys(row["target"] for row in chosen):
         own = [row for row in chosen if row["target"] == target]
         tokens, layers = WORKLOADS[target.partition("=")[0]], 1 + max(int(row["layer"]) for row in own)
+        engines = [Engine(_model(stored, layers)) for stored in (_dense(own), own)]
         with busy(options.busy):
-            if tokens not in dense:
-                dense[tokens] = step_ms(_dense(own), layers, tokens)
-            step = step_ms(own, layers, tokens)
+            turns = [[step_ms(engine, tokens) for engine in engines] for _ in range(options.rounds)]
+        dense, step = (median(column) for column in zip(*turns, strict=True))
         predicted, predicted_dense = (sum(float(row[key]) for row in own) / 1e3 for key in ("us", "dense_us"))
         asked = float(target.partition("=")[2].removesuffix("x"))
-        measured = dense[tokens] / step
+        measured = dense / step
         speeds = (
             predicted_dense / predicted,
             measured,
             measured / asked,
             step,
             predicted,
-            dense[tokens],
+            dense,
             predicted_dense,
         )
         where = (device_facts(DEVICE).name, options.busy)
@@ -263,12 +266,11 @@ def _config(layers: int) -> PreTrainedConfig:
     return config
 
 
-def step_ms(rows: Sequence[dict[str, str]], layers: int, tokens: int) -> float:
+def step_ms(engine: Engine, tokens: int) -> float:
     """Return the milliseconds of a decode step, or of a prompt, in the engine."""
-    model = _model(rows, layers)
     if tokens == 1:
-        return measure_in_engine(model, SHAPES, "", Workload(1, 1, 256)).decode_ms
-    return measure_in_engine(model, SHAPES, "", Workload(1, tokens - 2, 2)).first_token_ms  # the context is full
+        return measure_model(engine, SHAPES, "", Workload(1, 1, 256)).decode_ms
+    return measure_model(engine, SHAPES, "", Workload(1, tokens - 2, 2)).first_token_ms  # the context is full
 
 
 def _model(rows: Sequence[dict[str, str]], layers: int) -> PreTrainedModel:
