@@ -71,6 +71,9 @@ def prepare(options: argparse.Namespace, weights: str) -> DecoderBackend:
     backend = backend_of(model)
     for count in options.batches:
         backend.compile([[0] * 16] * count, POSITION, 0)
+        for two in (False, True) if options.crowded else ():
+            with crowding(True, two):
+                backend.compile([[0] * 16] * count, POSITION, 0)
     for length in options.prompts:
         backend.compile([[0] * length], 1, 0)
     for kind in KERNELS:
@@ -181,18 +184,20 @@ def choosing(kind: str) -> Iterator[None]:
     product._prepared.cache_clear()
 
 
-def stepping(backend: DecoderBackend, count: int, variant: AbstractContextManager[None] = NOTHING) -> Run:
+def stepping(
+    backend: DecoderBackend, count: int, variant: AbstractContextManager[None] = NOTHING, position: int = POSITION
+) -> Run:
     """Return what runs `STEPS` captured decode steps of ``count`` sequences, captured in a variant."""
-    backend.compile([[0] * 16] * count, POSITION, 0)
+    backend.compile([[0] * 16] * count, position, 0)
     prompts = random_prompts(backend.vocabulary, Workload(count, 16, 1)).tolist()
     with torch.no_grad():
-        state, _ = backend.begin(prompts, POSITION + STEPS)
+        state, _ = backend.begin(prompts, position + STEPS)
         with variant:
             backend._graphs = {}
             graph = backend._graph(state, Sampling())
 
     def reset() -> None:
-        state.positions.fill_(POSITION)
+        state.positions.fill_(position)
         state.steps.zero_()
 
     return replaying(graph, STEPS, reset)
@@ -281,7 +286,7 @@ def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
         for name, seconds in found.items():
             yield Subject(options.arch, options.blocks, name).row(work, count, seconds)
 
-    sizes = iter(options.attention)
+    steps, sizes = partial(stepping, position=options.position), iter(options.attention)
     others = Others(options.starts, list(zip(sizes, sizes, sizes, strict=True)), options.crowded)
     for length in options.prompts:
         if {"prompt", "idle"} & set(options.works):
@@ -299,7 +304,7 @@ def measure(options: argparse.Namespace, backends: Backends) -> Iterator[Row]:
                 yield from rows(work, length, in_turns({name: of[index] for name, of in launched.items()}))
         torch.cuda.empty_cache()
     for count in options.batches if "step" in options.works else ():
-        yield from rows("step", count, in_turns(with_variants(stepping, backends, count, False, others)))
+        yield from rows("step", count, in_turns(with_variants(steps, backends, count, False, others)))
 
 
 def main() -> None:
@@ -312,6 +317,7 @@ def main() -> None:
     parser.add_argument("--batches", type=integers, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--prompts", type=integers, default=[128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--starts", type=integers, default=[], help="counts of early and late starts")
+    parser.add_argument("--position", type=int, default=POSITION, help="of the tokens of a step")
     parser.add_argument("--attention", type=integers, default=[], help="warps, ahead and CTAs of each schedule")
     parser.add_argument("--crowded", action="store_true", help="schedules of crowded SMs, in steps")
     parser.add_argument("--works", type=lambda text: text.split(","), default=list(WORKS))

@@ -30,6 +30,7 @@ ATTENTION = CudaSource(
     (
         {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 8, "CTAS": 3},
         {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **_FEW, "WARPS": 8, "AHEAD": 5},
+        {"SCALAR": "__nv_bfloat16", "DIM": 128, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 5, "CTAS": 4},
         {"SCALAR": "__half", "DIM": 128, "GROUP": 8, "ROPE": 1, **_FEW},
         {"SCALAR": "float", "DIM": 64, "GROUP": 1, "ROPE": 1, **_FEW, "AHEAD": 4, "CTAS": 3},
         {"SCALAR": "__half", "DIM": 256, "GROUP": 4, "ROPE": 0, **_FEW, "CTAS": 3},
@@ -65,7 +66,7 @@ ROPE_THREADS = 128
 """Threads per CTA of rope.cu."""
 
 WARPS = 4
-"""Warps per CTA of attention.cu, but for unsplit positions of one query head per CTA."""
+"""Warps per CTA of attention.cu, but for one wave of CTAs with unsplit positions and one query head each."""
 
 MIN_SPLIT = 64
 """Minimum positions per split of attention.cu."""
@@ -403,6 +404,10 @@ def _schedule(
     in flight, a few less than a split has, instead of 9 cost 0.5 to 1.2 us more. Eight sequences: unsplit 18.8 with 8
     warps and 20.4 with 4; in two splits with global memory, where a quarter of the CTAs waits for an SM, 26.2.
 
+    CTAs of 8 warps that take more than one wave leave SMs idle at their begin and end. With 4 warps, at position 160, a
+    step of 8 layers takes 998 us instead of 1,038 for 32 sequences, 1,274 and 1,366 for 64, 1,777 and 1,889 for 128, but
+    671 and 660 for 8, whose 256 CTAs fit at once (results/h200/sweeps/attention-many.csv).
+
     Args:
         ctas: key-value heads times tokens times groups of query heads.
         group: query heads per CTA.
@@ -419,7 +424,7 @@ def _schedule(
     if clustered:  # every CTA has room for the partial results of its warps, and of all splits
         splits = min(splits, MAX_CLUSTER, SHARED_BYTES // (4 * group * (dim + 4)) - WARPS)
     if group == 1 and value_bytes == 2 and splits == 1:
-        return Schedule(splits, warps=8, ahead=5, ctas=2)
+        return Schedule(splits, WARPS, ahead=5, ctas=4) if ctas > 2 * sms else Schedule(splits, 8, ahead=5, ctas=2)
     alone = 4 if value_bytes == 4 else 10 if clustered else 8  # with a query head per CTA; more would spill
     ahead = {1: alone, 2: 4}.get(group, 2)
     return Schedule(splits, WARPS, ahead, 2 if group > 4 else RESIDENT_CTAS, clustered)

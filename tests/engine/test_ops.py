@@ -192,6 +192,16 @@ def test_splits_are_no_more_ctas_than_are_resident():
     assert [splits(ctas, (9, 0)) for ctas in counts] == [(12, False), (8, True), (3, True), (1, False), (1, False)]
 
 
+def test_ctas_that_take_several_waves_are_small():
+    of = {ctas: attention._schedule(ctas, 1, 128, 768, 2, 132, (9, 0)) for ctas in (256, 264, 265, 1024)}
+    assert {ctas: (one.splits, one.warps, one.ctas) for ctas, one in of.items()} == {
+        256: (1, 8, 2),
+        264: (1, 8, 2),
+        265: (1, 4, 4),
+        1024: (1, 4, 4),
+    }
+
+
 @pytest.mark.parametrize("dim", [8, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 def test_partial_results_fit_the_shared_memory_of_every_kernel(group: int, dim: int):
@@ -210,6 +220,7 @@ def test_partial_results_fit_the_shared_memory_of_every_kernel(group: int, dim: 
         Schedule(splits=3, warps=4, ahead=5, ctas=2, clustered=True),
         Schedule(splits=5, warps=8, ahead=3, ctas=1),
         Schedule(splits=1, warps=8, ahead=5, ctas=2),
+        Schedule(splits=1, warps=4, ahead=5, ctas=4),
     ],
     ids=str,
 )
