@@ -405,8 +405,8 @@ def _schedule(
     warps and 20.4 with 4; in two splits with global memory, where a quarter of the CTAs waits for an SM, 26.2.
 
     CTAs of 8 warps that take more than one wave leave SMs idle at their begin and end. With 4 warps, at position 160, a
-    step of 8 layers takes 998 us instead of 1,038 for 32 sequences, 1,274 and 1,366 for 64, 1,777 and 1,889 for 128, but
-    671 and 660 for 8, whose 256 CTAs fit at once (results/h200/sweeps/attention-many.csv).
+    step of 8 layers takes 998 us instead of 1,038 for 32 sequences, 1,274 and 1,366 for 64, 1,777 and 1,889 for 128,
+    but 671 and 660 for 8, whose 256 CTAs fit at once (results/h200/sweeps/attention-many.csv).
 
     Args:
         ctas: key-value heads times tokens times groups of query heads.
