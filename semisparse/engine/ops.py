@@ -57,7 +57,7 @@ def rms_norm(
 
     Args:
         x: [M, C], the residual stream.
-        weight: [C].
+        weight: [C]; no kernel on the stream may write it: it is read before the kernel before has ended.
         epsilon: added to the mean of squares.
         delta: [M, C], added to x first, or None.
         permutation: the order in which the GEMM that is next reads the rows, or None.

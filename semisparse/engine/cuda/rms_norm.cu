@@ -15,18 +15,23 @@
 #include "types.cuh"
 #include "vector.cuh"
 
+// Loads the weight to shared memory, behind the row. No kernel writes it, so it is read before griddepcontrol.wait: it comes from
+// DRAM, the row from L2.
+__device__ __forceinline__ void load_factors(const SCALAR* weight, Unit* kept, int units) {
+    for (int i = threadIdx.x; i < units; i += blockDim.x) kept[units + i] = load_unit(weight, i);
+}
+
 // Adds delta, if there is one, to a row, stores the sum, and calls put(i, unit) with each unit of the normalised row. The row and the
-// weight are kept in shared memory meanwhile, in twice `units` units.
+// weight are in shared memory meanwhile, in twice `units` units; every thread has loaded its units of the weight.
 template <typename Put>
-__device__ __forceinline__ void normalise(const SCALAR* x, const SCALAR* delta, const SCALAR* weight, SCALAR* sum, Unit* kept,
-                                          int units, int columns, float epsilon, Put put) {
+__device__ __forceinline__ void normalise(const SCALAR* x, const SCALAR* delta, SCALAR* sum, Unit* kept, int units, int columns,
+                                          float epsilon, Put put) {
     __shared__ float warp_squares[32];
-    Unit* factors = kept + units;
+    const Unit* factors = kept + units;
     float squares = 0;
     for (int i = threadIdx.x; i < units; i += blockDim.x) {
         Unit value = load_unit(x, i), added;
         if (delta) added = load_unit(delta, i);
-        factors[i] = load_unit(weight, i);
         if (delta) {
 #pragma unroll
             for (int j = 0; j < VECTOR; ++j) value.set(j, value.at(j) + added.at(j));
@@ -72,11 +77,12 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm_pe
     extern __shared__ __align__(16) unsigned char shared[];
     Unit* kept = reinterpret_cast<Unit*>(shared);
     const int token = blockIdx.x;
+    if (token < m) load_factors(weight, kept, columns / VECTOR);
     wait_and_start_gemm(early);
     for (int i = token * blockDim.x + threadIdx.x; i < counter_count; i += gridDim.x * blockDim.x) counters[i] = 0;
     if (token < m) {
         const long long row = static_cast<long long>(token) * columns;
-        normalise(x + row, delta ? delta + row : nullptr, weight, sum + row, kept, columns / VECTOR, columns, epsilon,
+        normalise(x + row, delta ? delta + row : nullptr, sum + row, kept, columns / VECTOR, columns, epsilon,
                   [&](int i, const Unit& unit) { kept[i] = unit; });
         __syncthreads();
     }
@@ -109,8 +115,9 @@ extern "C" __global__ void __launch_bounds__(1024) semisparse_engine_rms_norm(
     Unit* kept = reinterpret_cast<Unit*>(shared);
     const long long row = static_cast<long long>(blockIdx.x) * columns;
     griddepcontrol_launch_dependents();
+    load_factors(weight, kept, columns / VECTOR);
     griddepcontrol_wait();
-    normalise(x + row, delta ? delta + row : nullptr, weight, sum + row, kept, columns / VECTOR, columns, epsilon,
+    normalise(x + row, delta ? delta + row : nullptr, sum + row, kept, columns / VECTOR, columns, epsilon,
               [&](int i, const Unit& unit) { store_unit(out + row, i, unit); });
 }
 
