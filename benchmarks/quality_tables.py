@@ -47,14 +47,25 @@ def other_text() -> str:
     for model in dict.fromkeys(row["model"] for row in rows):
         for calibration, name in names.items():
             own = {row["method"]: row for row in rows if (row["model"], row["calibration"]) == (model, calibration)}
-            plain, gains = own["sparsegpt"], own["sparsegpt + gains"]
+            plain, *better = (
+                own.get(method) for method in ("sparsegpt", "sparsegpt + gains", "sparsegpt + gains, bqpo")
+            )
+            assert plain, f"other_text.csv has no row of {model} calibrated on {calibration}"
             cells = []
             for kind in ("kl_own", "kl_other"):
-                before, after = float(plain[kind]), float(gains[kind])
-                change = f"{after / before - 1:+.0%}".replace("%", " %")
-                cells += [f"{before:.3f}", f"{after:.3f} ({change})"]
+                before = float(plain[kind])
+                changes = [f"{float(row[kind]) / before - 1:+.0%}".replace("%", " %") if row else "" for row in better]
+                after = [
+                    f"{float(row[kind]):.3f} ({change})" if row else ""
+                    for row, change in zip(better, changes, strict=True)
+                ]
+                cells += [f"{before:.3f}", *after]
             lines.append([model, name, *cells])
-    header = ("", "calibrated on", "own kind", "own kind, gains", "other kind", "other kind, gains")
+    header = (
+        "",
+        "calibrated on",
+        *(f"{kind}{way}" for kind in ("own", "other") for way in ("", ", gains", ", `bqpo`")),
+    )
     return markdown(header, lines)
 
 
@@ -170,7 +181,7 @@ def codes() -> str:
 
 def slide24() -> str:
     """Loss / KL by pattern and quantisation."""
-    measured = [row for row in result("slide24_quality.csv") if row["device"] == "cuda"]
+    measured = [row for row in result("slide24_quality.csv") if row["samples"] == "default"]
     rows = {(row["pattern"], row["quant"]): row for row in measured}
     lines = [
         [pattern, *(f"{float(rows[pattern, q]['nll']):.3f} / {float(rows[pattern, q]['kl']):.3f}" for q in kinds)]
@@ -182,7 +193,8 @@ def slide24() -> str:
 
 def slide24_tuned() -> str:
     """KL of 6:8 and 4:6, pruned and then tuned, means over the seeds, which are counted in brackets."""
-    measured = [row for row in result("slide24_quality.csv") if row["device"] == "cpu"]
+    rows = [row for row in result("slide24_quality.csv") if row["samples"] != "default"]
+    measured = list({tuple(row[key] for key in ("model", "pattern", "tune", "seed")): row for row in rows}.values())
     models = list(dict.fromkeys(row["model"] for row in measured))
     lines = []
     for pattern in ("6:8", "4:6"):

@@ -137,3 +137,8 @@ def test_keys_that_a_format_adds():
 def test_missing_yaml_file(tmp_path: Path):
     with pytest.raises(RecipeError, match="cannot read"):
         read_yaml(tmp_path / "absent.yaml")
+
+
+def test_switches_that_did_not_help_every_model_are_off():
+    """docs/decisions/swaps-by-name.md"""
+    assert (Recipe().refine, Recipe().tune_units) == ("cg", "layers")
