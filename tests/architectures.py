@@ -165,6 +165,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "LFM2": ("lfm2", {**_DECODER, "layer_types": ["conv", "full_attention"]}),
+    "Bamba": (
+        "bamba",
+        {
+            **_DECODER,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "MiniMax": ("minimax", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "BERT": (
         "bert",
         {key: _DECODER[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},

@@ -57,6 +57,8 @@ LAYERS = {
     "Qwen2-VL": (14, "lm_head model.visual.*"),
     "Qwen3-VL": (14, "lm_head model.visual.*"),
     "LFM2": (12, "lm_head"),
+    "Bamba": (12, "lm_head"),
+    "MiniMax": (23, "lm_head model.layers.?.*.gate"),
     "LLaVA": (14, "lm_head model.vision_tower.* model.multi_modal_projector.*"),
 }
 """How many layers are compressed, and which weights stay dense; of others 14 and the head."""

@@ -160,17 +160,18 @@ def _replacing(model: nn.Module, layers: Sequence[nn.Module], forward: Callable[
     """Call ``forward(index, ...)`` instead of each decoder layer.
 
     Before that the first decoder layer runs on one token, to learn whether decoder layers return a tuple. If they do,
-    ``forward``'s result is put in a tuple.
+    ``forward``'s result is put in a tuple as long: Bamba's code unpacks two values.
     """
-    returns_tuple: list[bool] = []
+    others: list[tuple[None, ...] | None] = []  # what follows the hidden states in a tuple; None if there is no tuple
 
     def replaced(index: int, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not returns_tuple:
-                returns_tuple.append(not isinstance(own(*args, **kwargs), Tensor))
+            if not others:
+                output = own(*args, **kwargs)
+                others.append(None if isinstance(output, Tensor) else (None,) * (len(output) - 1))
                 raise _Learned
             result = forward(index, *args, **kwargs)
-            return (result,) if returns_tuple[0] else result
+            return result if others[0] is None else (result, *others[0])
 
         return call
 

@@ -62,7 +62,8 @@ class TransformersBackend(Backend):
                 use_cache=True,
                 logits_to_keep=1,
             )
-            if new > 1 and getattr(output, "past_key_values", None) is None:
+            cache = getattr(output, "past_key_values", None)
+            if new > 1 and cache is None:
                 raise InputError(
                     f"{type(self._model).__name__} keeps no keys and values in transformers' cache, as encoders and "
                     "state-space models do not; generate with its own `model.generate` of transformers"
@@ -73,7 +74,10 @@ class TransformersBackend(Backend):
                 mask = torch.cat([mask, mask.new_ones(len(ids), 1)], dim=-1)
                 positions = positions[:, -1:] + 1
 
-    def _cache(self, length: int) -> StaticCache | DynamicCache:
+    def _cache(self, length: int) -> StaticCache | DynamicCache | None:
+        """Return an empty cache of transformers; None for a model that makes one of its own class, as MiniMax does."""
+        if not self._model._supports_default_dynamic_cache():
+            return None
         if getattr(self._model, "_can_compile_fullgraph", False) and not self._has_alibi():
             return StaticCache(config=self._model.config, max_cache_len=length)
         return DynamicCache(config=self._model.config)

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, OPTConfig, PreTrainedConfig
 
-from semisparse.compress.decoder import LayerCall, decoder_layers, linear_layers, record_calls
+from semisparse.compress.decoder import LayerCall, decoder_layers, linear_layers, logits_after, record_calls
 from semisparse.compress.trace import HookPoint, SharedInput, capture, find_inputs
 from semisparse.errors import InputError
+from tests.architectures import tiny_model
 from tests.models import CONFIGS, VOCABULARY, random_model
 
 BATCH = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -64,6 +65,17 @@ def test_recording_ends_a_forward_at_the_last_decoder_layer(monkeypatch):
     calls = record_calls(model, layers, [BATCH, BATCH[:1]], hidden.append)
     assert [len(own) for own in calls] == [2] * len(layers)
     assert [states.shape[0] for states in hidden] == [2, 1]
+
+
+def test_recording_decoder_layers_that_return_two_values():
+    """Bamba's code unpacks its decoder layers' tuples; others take the first value of a tuple."""
+    model = tiny_model("Bamba")
+    layers = decoder_layers(model)[1]
+    hidden: list[torch.Tensor] = []
+    calls = record_calls(model, layers, [BATCH], hidden.append)
+    assert [len(own) for own in calls] == [1] * len(layers)
+    last = calls[1][0](layers[1], calls[0][0](layers[0], hidden[0]))
+    torch.testing.assert_close(logits_after(model, layers, BATCH, last), model(BATCH, use_cache=False).logits)
 
 
 def test_norms_after_the_sum():

@@ -21,7 +21,14 @@ def engine_of(name: str, **changes) -> Engine:
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("BLOOM", {}), ("Falcon", {"alibi": True}), ("LFM2", {}), ("Gemma-3 text", {}), ("DeepSeek-V3", {})],
+    [
+        ("BLOOM", {}),
+        ("Falcon", {"alibi": True}),
+        ("LFM2", {}),
+        ("Gemma-3 text", {}),
+        ("DeepSeek-V3", {}),
+        ("MiniMax", {}),  # has a cache of its own class
+    ],
 )
 def test_greedy_text_is_that_of_transformers(name: str, changes: dict[str, bool]):
     engine, tokenizer = engine_of(name, **changes), byte_tokenizer()
