@@ -101,8 +101,8 @@ KERNEL_FLAGS = (*FLAGS, "-Og", "-fvisibility=hidden", "-nostdlib")
 """Compiler flags. Hidden symbols, because the libraries of a process would share static arrays of inline functions. -O1
 takes twice as long, and kernels ran no faster."""
 MACHINE_FLAGS = (*FLAGS, "-O1", "-fvisibility-inlines-hidden", "-U_FORTIFY_SOURCE", "-Wl,-soname=emulated-machine.so")
-"""No fortified longjmp, because it refuses to change stacks. By its soname a kernel's library finds the machine's, which
-is loaded before."""
+"""No fortified longjmp, because it refuses to change stacks. A kernel's library finds the machine's, which is loaded
+before it, by its soname."""
 
 
 @cache
