@@ -5,7 +5,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,24 +55,31 @@ def pytest_runtest_logfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run tests that share a process first: they are long, and if they came last one process would run them alone."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
-    items[:] = list(_alternating(items))
+    items[:] = _alternating(items)
 
 
-def _alternating(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+def _alternating(items: list[pytest.Item]) -> list[pytest.Item]:
     """Leave out every other order of execution under the CUDA emulator: a test's cases run early, late, early ...
 
-    The first case of a test runs in both. Either order finds its own kind of fault, and finds it in most cases.
+    The first case of a test runs in both. Either order finds its own kind of fault, and finds it in most cases. The
+    second of the two comes last of all: side by side, two processes would compile the same kernels.
     """
     cases: dict[str, dict[str, int]] = {}
+    chosen, second = [], []
     for item in items:
         test, _, case = item.nodeid.partition("[")
         order, _, rest = case.partition("-")
         if order in ("early", "late"):
             numbers = cases.setdefault(test, {})
+            repeated = rest in numbers
             number = numbers.setdefault(rest, len(numbers))
             if number and order != ("early", "late")[number % 2]:
                 continue
-        yield item
+            if repeated and not number:
+                second.append(item)
+                continue
+        chosen.append(item)
+    return chosen + second
 
 
 def pytest_collection_finish() -> None:

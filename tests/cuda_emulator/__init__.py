@@ -96,9 +96,12 @@ def _value(argument: Argument) -> int | float | None:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-w")
-"""Compiler flags. Hidden symbols, because the libraries of a process would share static arrays of inline functions; no
-fortified longjmp, because it refuses to change stacks."""
+FLAGS = ("-std=c++17", "-shared", "-fPIC", "-w")
+KERNEL_FLAGS = (*FLAGS, "-Og", "-fvisibility=hidden", "-nostdlib")
+"""Compiler flags. Hidden symbols, because the libraries of a process would share static arrays of inline functions. -O1
+takes twice as long, and kernels ran no faster."""
+MACHINE_FLAGS = (*FLAGS, "-O1", "-fvisibility-inlines-hidden", "-U_FORTIFY_SOURCE", "-Wl,-soname=emulated-machine.so")
+"""No fortified longjmp, because it refuses to change stacks. By its soname a kernel's library finds the machine's."""
 
 
 @cache
@@ -110,7 +113,7 @@ def _library(source: Path, defines: tuple, name: str) -> ctypes.CDLL:
     root = source.parent.parent
     texts = _source_texts(root)
     macros = [f"-D{key}={value}" for key, value in defines]
-    key = repr((_compiler_version(), FLAGS, macros, name, str(source.relative_to(root)), texts, _header_texts()))
+    key = repr((_compiler_version(), KERNEL_FLAGS, macros, name, str(source.relative_to(root)), texts, _header_texts()))
 
     def compile_it() -> bytes:
         with tempfile.TemporaryDirectory() as folder:
@@ -121,8 +124,9 @@ def _library(source: Path, defines: tuple, name: str) -> ctypes.CDLL:
             whole = Path(folder, "emulated.cpp")
             included = Path(folder, "format", source.relative_to(root))
             whole.write_text(f'#include "machine.cuh"\n#include "{included}"\nLAUNCHER({name})\n')
-            return _compile(["-shared", "-I", _header_folder(), *macros, str(whole), _machine()])
+            return _compile([*KERNEL_FLAGS, *macros, str(whole), machine, "-lgcc"])
 
+    machine = _machine()
     code = cached("emulated", key.encode(), compile_it)
     with tempfile.NamedTemporaryFile(suffix=".so") as file:  # a loaded library needs no file
         file.write(code)
@@ -132,7 +136,7 @@ def _library(source: Path, defines: tuple, name: str) -> ctypes.CDLL:
 
 def _compile(arguments: list[str]) -> bytes:
     with tempfile.NamedTemporaryFile() as output:
-        subprocess.run([COMPILER, *FLAGS, *arguments, "-o", output.name], check=True)
+        subprocess.run([COMPILER, "-I", _header_folder(), *arguments, "-o", output.name], check=True)
         return Path(output.name).read_bytes()
 
 
@@ -172,11 +176,12 @@ def _header_folder() -> str:
 
 @cache
 def _machine() -> str:
-    """Return the path of the machine's object file."""
-    source, compiled = Path(_header_folder(), "machine.cpp"), Path(_header_folder(), "machine.o")
-    key = repr((_compiler_version(), FLAGS, _header_texts())).encode()
-    compiled.write_bytes(cached("emulated", key, lambda: _compile(["-c", "-I", _header_folder(), str(source)])))
-    return str(compiled)
+    """Load the machine's library, and return its path for linking."""
+    source, library = Path(_header_folder(), "machine.cpp"), Path(_header_folder(), "machine.so")
+    key = repr((_compiler_version(), MACHINE_FLAGS, _header_texts())).encode()
+    library.write_bytes(cached("emulated", key, lambda: _compile([*MACHINE_FLAGS, str(source)])))
+    ctypes.CDLL(str(library))
+    return str(library)
 
 
 def _with_emulated_shared_memory(text: str) -> str:

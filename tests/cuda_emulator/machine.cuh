@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "ptx/word.cuh"
 
@@ -190,13 +189,15 @@ inline Word __funnelshift_r(Word low, Word high, Word shift) {
 const char* launch_kernel(void (*run_thread)(void**), const int* grid, int threads, int cluster, size_t bytes, bool adverse,
                           void** arguments);
 
-template <typename... Parameters, size_t... i>
-void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<i...>) {
+template <int... i> struct Indices {};
+
+template <typename... Parameters, int... i>
+void call(void (*kernel)(Parameters...), void** arguments, Indices<i...>) {
     kernel(*static_cast<Parameters*>(arguments[i])...);
 }
 
 template <typename... Parameters> void call(void (*kernel)(Parameters...), void** arguments) {
-    call(kernel, arguments, std::index_sequence_for<Parameters...>());
+    call(kernel, arguments, Indices<__integer_pack(sizeof...(Parameters))...>());
 }
 
 template <typename... Parameters>
