@@ -11,6 +11,7 @@ killed, `of` the most that the journal of an uninterrupted run held. The exit st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -76,8 +77,9 @@ def kill_later(
         return False
     workers = psutil.Process(process.pid).children() if ranks > 1 else [psutil.Process(process.pid)]
     for worker in workers:
-        if ranks == 1 or worker.environ().get("RANK") == str(rank):
-            worker.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if ranks == 1 or worker.environ().get("RANK") == str(rank):
+                worker.send_signal(signal.SIGKILL)
     process.wait()
     return not out.exists()
 

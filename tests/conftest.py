@@ -5,7 +5,8 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,47 +46,82 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Store which kernels a test launched, if asked (`tests.launched`): a run under a sanitizer may be killed."""
+    """Leave out what is left from the next full collection of garbage, too.
+
+    Store which kernels a test launched, if asked (`tests.launched`): a run under a sanitizer may be killed.
+    """
+    if grown[0]:
+        gc.freeze()
+        grown[0] = False
     if path := os.environ.get("SEMISPARSE_LAUNCHED"):
         from tests import launched
 
         launched.store(Path(path))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that share a process first: they are long, and if they came last one process would run them alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run tests that share a process first: they are long, and if they came last one process would run them alone.
+
+    The tests of a file share a process if any of them takes a fixture of the file, or the CUDA emulator: two processes
+    would make and compile the same things side by side. A worker of xdist only counts the tests that are skipped
+    whatever they do: a quarter of all, each of which would take three messages.
+    """
+    if hasattr(config, "workeroutput"):
+        reasons = [_reason_to_skip(item) for item in items]
+        config.workeroutput["skipped"] = dict(Counter(reason for reason in reasons if reason))
+        items[:] = [item for item, reason in zip(items, reasons, strict=True) if not reason]
+    shared = {_file_of(item) for item in items if _shares_work(item)}
+    for item in items:
+        if _file_of(item) in shared and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_file_of(item)))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
-    items[:] = _alternating(items)
+    items[:] = list(_alternating(items))
 
 
-def _alternating(items: list[pytest.Item]) -> list[pytest.Item]:
+def _reason_to_skip(item: pytest.Item) -> str | None:
+    reasons = (mark.kwargs["reason"] for mark in item.iter_markers("skipif") if True in mark.args)
+    return next(reasons, None)
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _shares_work(item: pytest.Item) -> bool:
+    fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    return "emulated" in fixtures or any(one.scope == "module" for found in fixtures.values() for one in found)
+
+
+def _alternating(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Leave out every other order of execution under the CUDA emulator: a test's cases run early, late, early ...
 
-    The first case of a test runs in both. Either order finds its own kind of fault, and finds it in most cases. The
-    second of the two comes last of all: side by side, two processes would compile the same kernels.
+    The first case of a test runs in both. Either order finds its own kind of fault, and finds it in most cases.
     """
     cases: dict[str, dict[str, int]] = {}
-    chosen, second = [], []
     for item in items:
         test, _, case = item.nodeid.partition("[")
         order, _, rest = case.partition("-")
         if order in ("early", "late"):
             numbers = cases.setdefault(test, {})
-            repeated = rest in numbers
             number = numbers.setdefault(rest, len(numbers))
             if number and order != ("early", "late")[number % 2]:
                 continue
-            if repeated and not number:
-                second.append(item)
-                continue
-        chosen.append(item)
-    return chosen + second
+        yield item
 
 
 def pytest_collection_finish() -> None:
     """Collect garbage seldom, and leave out what was imported and collected: looking through it takes half a second."""
     gc.freeze()
     gc.set_threshold(7000, 20, 20)
+    gc.callbacks.append(_note_full_collection)
+
+
+grown = [False]
+"""Whether all garbage was collected since memory was last frozen: tests have imported more by then."""
+
+
+def _note_full_collection(phase: str, info: dict[str, int]) -> None:
+    grown[0] |= phase == "stop" and info["generation"] == 2
 
 
 class Outcome(NamedTuple):
@@ -119,13 +155,21 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return call
 
 
+skipped_by_workers: dict[str, int] = {}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker counted; all collect the same tests."""
+    skipped_by_workers.update(getattr(node, "workeroutput", {}).get("skipped", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List the skipped tests, one line per reason."""
     skipped = terminalreporter.stats.get("skipped", [])
-    reasons: dict[str, int] = {}
+    reasons = Counter(f"Skipped: {reason}" for reason in Counter(skipped_by_workers).elements())
     for report in skipped:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        reasons[reason] = reasons.get(reason, 0) + 1
+        reasons[report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
     if reasons:
         terminalreporter.section("not run here")
         for reason, count in sorted(reasons.items()):

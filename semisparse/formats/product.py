@@ -363,8 +363,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Return the gradients of x, from the unpacked weight, and of the bias."""
     needs_x, _, needs_bias, _, _ = ctx.needs_input_grad
-    to_x = grad @ packed_of(ctx.spec, ctx.saved_tensors).unpack().to(grad.dtype) if needs_x else None
-    return to_x, [None] * len(ctx.saved_tensors), grad.sum(0) if needs_bias else None, None, None
+    saved = ctx.saved_tensors  # read once: torch.utils.checkpoint recomputes them, and refuses a second read
+    to_x = grad @ packed_of(ctx.spec, saved).unpack().to(grad.dtype) if needs_x else None
+    return to_x, [None] * len(saved), grad.sum(0) if needs_bias else None, None, None
 
 
 torch.library.register_autograd(

@@ -118,7 +118,7 @@ def test_a_missing_or_half_written_model(run: Run, verb: str, model: Path, text:
     assert_refused(run(verb, model, *rest), "a pickle; semisparse reads safetensors only")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prune", ["sparsegpt", "magnitude", "none"])
 def test_a_weight_that_is_not_finite(compress, model: Path, value: float, prune: str):
     file = model / "model.safetensors"

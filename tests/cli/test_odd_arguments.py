@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import semisparse
+from tests.choosing import mostly_slow
 from tests.cli.test_hostile import run_verb
 from tests.conftest import Outcome, Run
 from tests.limited import limited
@@ -216,7 +217,10 @@ def test_a_length_in_the_tokenizers_file_that_is_no_number(run: Run, model: Path
     assert_sentence(run("generate", model, "--prompt", "a"), "model_max_length is 'x' in tokenizer_config.json")
 
 
-@pytest.mark.parametrize("asked", [{"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}])
+@pytest.mark.parametrize(
+    "asked",
+    mostly_slow([{"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}], 1),
+)
 def test_outputs_that_a_config_asks_for_change_nothing(
     run: Run, model: Path, text: Path, tmp_path: Path, asked: dict[str, bool]
 ):

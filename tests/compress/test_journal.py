@@ -110,10 +110,10 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [
-        ("block-0000.safetensors", cut),
+        pytest.param("block-0000.safetensors", cut, marks=pytest.mark.slow),
         ("block-0000.safetensors", flip),
-        ("block-0000.safetensors", Path.unlink),
-        ("block-0001.json", flip),
+        pytest.param("block-0000.safetensors", Path.unlink, marks=pytest.mark.slow),
+        pytest.param("block-0001.json", flip, marks=pytest.mark.slow),
         ("block-0001.json", Path.unlink),
         ("block-0001.json", lambda path: path.write_text("[]")),
     ],

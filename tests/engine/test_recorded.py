@@ -56,7 +56,7 @@ def logits_of(engine: Engine) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("architecture", "form"),
-    [("llama", form) for form in RECIPES]
+    [pytest.param("llama", form, marks=pytest.mark.slow) for form in RECIPES]
     + [("qwen2", "dense"), ("qwen3", "gqs"), ("llama-bias", "bitmask"), ("llama-tied", "ec_csr")],
 )
 def test_the_second_start_computes_the_same_bits(architecture: str, form: str, device: str, tmp_path: Path):

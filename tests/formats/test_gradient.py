@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from semisparse.formats import get_format, linear
 from semisparse.patterns import parse_pattern
@@ -25,6 +26,19 @@ def test_gradients_of_x_and_bias(bias: torch.Tensor | None, compiled: bool):
         if found is not None:
             # At most 100 products below 16 summed in float32 in another order.
             torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=100 * 16 * 2**-24)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_under_checkpointing(reentrant: bool):
+    """As in fine-tuning with `gradient_checkpointing_enable`: the forward is computed again in the backward."""
+    torch.manual_seed(0)
+    packed = get_format("bitmask").pack(torch.randn(12, 64) * (torch.rand(12, 64) < 0.5), "64:64")
+    x, bias, pull = torch.randn(3, 64, requires_grad=True), torch.ones(12, requires_grad=True), torch.randn(3, 12)
+    expected = torch.autograd.grad(linear(x, packed, bias), (x, bias), pull)
+    y = checkpoint(lambda x: linear(x, packed, bias), x, use_reentrant=reentrant)
+    y.backward(pull)
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(bias.grad, expected[1])
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(12)])

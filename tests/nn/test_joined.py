@@ -189,7 +189,7 @@ def test_what_a_caller_does_between_layers_changes_no_result(habit, mode):
 
 @pytest.mark.parametrize(
     "habit",
-    [written, another, *(pytest.param(habit, marks=pytest.mark.slow) for habit in (twice, alone, backwards))],
+    [written, *(pytest.param(habit, marks=pytest.mark.slow) for habit in (another, twice, alone, backwards))],
 )
 def test_nor_does_it_where_the_model_is_compiled(habit):
     apart, joined = pair()

@@ -23,7 +23,7 @@ def weight_of(pattern: str, n: int, k: int) -> torch.Tensor:
     return build(parse_pattern(pattern), random, n, k).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("ways", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dim", [0, 1], ids=["N", "K"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_slices_are_those_of_the_weight_and_concatenate_to_the_same_bytes(form: Format, dim: int, ways: int):

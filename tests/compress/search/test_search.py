@@ -43,9 +43,10 @@ def searched(plan: Recipe) -> tuple[SearchResult, list[Progress]]:
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
-        *(("evolution", pattern) for pattern in ("4:8", "16:32v4", "g4@50%", "50%/row")),
+        *(("evolution", pattern) for pattern in ("16:32v4", "50%/row")),
+        *(pytest.param("evolution", pattern, marks=pytest.mark.slow) for pattern in ("4:8", "g4@50%")),
         ("rheosparse", "32:64"),
-        ("rheosparse", "70%"),
+        pytest.param("rheosparse", "70%", marks=pytest.mark.slow),
     ],
 )
 def test_the_compressed_model_keeps_exactly_as_many_weights(name: str, pattern: str):

@@ -1,6 +1,7 @@
 """Scores of a model whose decoder layers come to the device one at a time, against those of a whole copy."""
 
 import copy
+import itertools
 import random
 import weakref
 
@@ -12,6 +13,7 @@ from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.search import search_patterns, streaming
 from semisparse.compress.search.score import Scorer, scoring_batches
 from semisparse.compress.search.streaming import StreamingScorer
+from tests.choosing import mostly_slow
 from tests.compress.search import test_joint
 from tests.compress.search.small import calibration, recipe, sharp_model
 from tests.compress.search.test_score import DEVICE, small_bank, space_of
@@ -25,8 +27,10 @@ def same(one: list, other: list) -> bool:
     return all(a.kl == b.kl for a, b in pairs) and all(torch.equal(x, y) for x, y in kept)
 
 
-@pytest.mark.parametrize("at_a_time", [1, 10**9])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "at_a_time"),
+    mostly_slow(itertools.product(["llama", "qwen3", "mistral", "opt", "gpt2"], [1, 10**9]), 0, 3, 4, 6, 9),
+)
 def test_scores_are_those_of_a_whole_copy(architecture: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch):
     """Without a parent and with one, of few batches and of all, some of them padded."""
     monkeypatch.setattr(streaming, "STATES", at_a_time)

@@ -59,8 +59,8 @@ def tuned(seed: int = 1) -> tuple[PreTrainedModel, list[LayerReport]]:
 @pytest.mark.parametrize(
     ("architecture", "pattern", "prune"),
     [
-        ("llama", "2:4", "magnitude"),
-        ("llama", "8:16v8", "wanda"),
+        pytest.param("llama", "2:4", "magnitude", marks=pytest.mark.slow),
+        pytest.param("llama", "8:16v8", "wanda", marks=pytest.mark.slow),
         ("llama", "70%", "wanda"),
         ("llama", "g4@50%", "sparsegpt"),
         ("gpt2", "2:4", "wanda"),

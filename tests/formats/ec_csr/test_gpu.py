@@ -18,7 +18,9 @@ def same(one: Packed, other: Packed) -> bool:
     return one.spec == other.spec and all(torch.equal(one.tensors[name], t) for name, t in other.tensors.items())
 
 
-@pytest.mark.parametrize(("n", "rows", "disk_rows"), [(11008, 28, 32), (11008, 28, 56)])
+@pytest.mark.parametrize(
+    ("n", "rows", "disk_rows"), [pytest.param(11008, 28, 32, marks=pytest.mark.slow), (11008, 28, 56)]
+)
 def test_panels_suit_the_gpu_and_come_back(monkeypatch: pytest.MonkeyPatch, n: int, rows: int, disk_rows: int):
     emulate(monkeypatch, sms=132)
     weight = random_weight(n, 30, "70%")
