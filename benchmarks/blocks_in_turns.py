@@ -152,10 +152,15 @@ def crowding(everywhere: bool, two: bool = False) -> Iterator[None]:
     before = gemm_schedule.h200_microseconds
 
     def estimate(
-        schedule: gemm_schedule.Schedule, m: int, weight: gemm_schedule.Tiles, sms: int, rates: gemm_schedule.Rates
+        schedule: gemm_schedule.Schedule,
+        m: int,
+        weight: gemm_schedule.Tiles,
+        sms: int,
+        rates: gemm_schedule.Rates,
+        crowded: bool = False,
     ) -> float:
         tall = weight.column_tiles * gemm_schedule.COLUMNS > weight.row_tiles * gemm_schedule.ROWS
-        return before(schedule, m, weight, sms, rates, everywhere or tall)
+        return before(schedule, m, weight, sms, rates, crowded or everywhere or tall)
 
     product._prepared.cache_clear()
     with (

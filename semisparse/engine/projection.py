@@ -93,7 +93,8 @@ class Projection:
             if copy is not None:
                 copy.prepare(m)
             elif isinstance(part, DenseLinear | SparseLinear):
-                prepare_product(part.packed, m, dtype)
+                constant = part is self._whole and isinstance(part, SparseLinear)
+                prepare_product(part.packed, m, dtype, constant)
 
     @property
     def copyable(self) -> dict[int, SparseLinear]:

@@ -35,6 +35,7 @@ class Problem:
         prologue: applied to x: ``none``, or ``rms_norm`` (each row is normalised).
         epilogue: applied to the result: ``none``, ``add`` (adds a residual [M, N]), or ``silu_mul`` (multiplies the
             outputs of the second half of w's rows by SiLU of those of the first half, the gate: y is [M, N / 2]).
+        constant: whether no kernel on the stream writes the weight, so that GEMMs may start early (`constant_linear`).
     """
 
     m: int
@@ -43,6 +44,7 @@ class Problem:
     device: torch.device
     prologue: str = "none"
     epilogue: str = "none"
+    constant: bool = False
 
     @property
     def is_fused(self) -> bool:

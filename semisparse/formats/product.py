@@ -156,11 +156,13 @@ def _product(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Ten
     if m == 0:
         return x.new_empty(0, packed.spec.shape[0])
     _require_memory(x, packed, bias)
-    return _prepared(structure_of(packed.spec), kernel, bucket_of(m), x.dtype, x.device)(x, packed, bias)
+    return _prepared(structure_of(packed.spec), kernel, bucket_of(m), x.dtype, x.device, False)(x, packed, bias)
 
 
 @lru_cache(maxsize=4096)
-def _prepared(spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device: torch.device) -> Product:
+def _prepared(
+    spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device: torch.device, constant: bool
+) -> Product:
     """Choose and prepare a kernel; cached by the weight's structure, the bucket of M, x's dtype and the device.
 
     Raises:
@@ -169,7 +171,7 @@ def _prepared(spec: WeightSpec, kernel: str, m: int, dtype: torch.dtype, device:
     """
     if dtype not in DTYPES:
         raise InputError(f"x is {dtype}, expected float16, bfloat16 or float32")
-    problem, form = Problem(m, spec, dtype, device), get_format(spec.format)
+    problem, form = Problem(m, spec, dtype, device, constant=constant), get_format(spec.format)
     chosen = form.choose(problem, kernel)
     if kernel == "auto":
         _warn_if_slow(form, chosen, problem)
@@ -236,13 +238,13 @@ def permutation_of(packed: Packed, m: int, dtype: torch.dtype) -> Permutation | 
     Raises:
         KernelError: no kernel can compute the matmul.
     """
-    product = _prepared(structure_of(packed.spec), "auto", bucket_of(m), dtype, packed.device)
+    product = _prepared(structure_of(packed.spec), "auto", bucket_of(m), dtype, packed.device, True)
     return product.permutation if isinstance(product, PermutingProduct) else None
 
 
 def permuted_linear(x: PermutedX, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """Compute ``y = x @ w.T + bias`` as `linear` does, of an x in the order of `permutation_of`; no gradients."""
-    product = _prepared(structure_of(packed.spec), "auto", bucket_of(x.m), x.dtype, packed.device)
+    product = _prepared(structure_of(packed.spec), "auto", bucket_of(x.m), x.dtype, packed.device, True)
     if not isinstance(product, PermutingProduct) or product.permutation != x.permutation:
         raise RuntimeError(f"x is in another order than the kernel for {packed.spec.format} takes")
     return product(x, packed, bias)
@@ -260,24 +262,25 @@ def constant_linear(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Te
     Raises:
         KernelError: no kernel can compute the matmul.
     """
-    product = _prepared(structure_of(packed.spec), "auto", bucket_of(len(x)), x.dtype, packed.device)
+    product = _prepared(structure_of(packed.spec), "auto", bucket_of(len(x)), x.dtype, packed.device, True)
     if isinstance(product, PermutingProduct):
         return product(product.permuted(x), packed, bias)
     return product(x, packed, bias)
 
 
-def prepare_product(packed: Packed, m: int, dtype: torch.dtype) -> None:
+def prepare_product(packed: Packed, m: int, dtype: torch.dtype, constant: bool = False) -> None:
     """Compile and load the kernels of a matmul before it is needed.
 
     Args:
         packed: a weight, on the device where the matmul will run.
         m: number of rows of x.
         dtype: dtype of x.
+        constant: whether it will be `constant_linear` or `permuted_linear`.
     Raises:
         InputError: x is not float16, bfloat16 or float32.
         KernelError: no kernel can compute it.
     """
-    _prepared(structure_of(packed.spec), "auto", bucket_of(m), dtype, packed.device)
+    _prepared(structure_of(packed.spec), "auto", bucket_of(m), dtype, packed.device, constant)
 
 
 @lru_cache(maxsize=4096)

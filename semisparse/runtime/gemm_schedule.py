@@ -244,7 +244,14 @@ class Rates:
     overlap: float
 
 
-def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
+MAX_CROWDED_TOKENS = 32
+"""Maximum M of GEMMs that start early whose CTAs are taken to crowd onto the SMs where the kernel before ends first: of
+256 CTAs, three of which fit an SM, some SMs have three and others none. So K is split in six instead of four where N is
+4,096. Steps of 8 blocks of llama2-7b with 32 sequences take 929 us instead of 990 (gqs), 1,092 and 1,141 (bitmask), 999
+and 1,024 (vector_nm), 1,069 and 1,129 (ec_csr; results/h200/sweeps/crowded.csv). More tokens were not measured."""
+
+
+def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates, early: bool = False) -> Schedule:
     """Choose the schedule of a format's GEMM: by estimate the fastest of Stream-K and of split-K by 1 to 8.
 
     Above 128 tokens, tiles of 128 tokens are compared with those of `tile_m_of`: with 128 each weight is expanded more
@@ -255,7 +262,9 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
         weight: its tiles.
         gpu: what it runs on.
         rates: the format's.
+        early: whether it may start while the kernels before still run (`Problem.constant`).
     """
+    crowded = early and m <= MAX_CROWDED_TOKENS
     largest = tile_m_of(m)
     candidates = []
     for tile_m in sorted({min(largest, 128), largest}):
@@ -266,7 +275,7 @@ def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates) -> Schedule:
 
     def microseconds(schedule: Schedule) -> float:
         factor = SMALL_TILES_FACTOR if m > TOKENS_OF_FEW_TILES and schedule.tile_m == 128 else 1
-        return factor * h200_microseconds(schedule, m, weight, gpu.sms, rates)
+        return factor * h200_microseconds(schedule, m, weight, gpu.sms, rates, crowded)
 
     return min(fitting, key=microseconds)
 

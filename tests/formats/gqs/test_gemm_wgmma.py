@@ -68,6 +68,18 @@ def test_every_schedule(emulated, monkeypatch, kind, dtype, m, n, k, pattern, sm
     assert torch.equal(y, product(x, packed, bias))
 
 
+def test_gemms_that_start_early_fill_every_sm():
+    """Few tokens of a layer of 4,096 outputs: 384 CTAs, as many as three per SM, instead of 256."""
+    gpu, weight = replace(device_facts("cpu"), sms=132, shared_per_sm=228 << 10), tiles_of(4096, 11008, 4, 16)
+    ranges = {
+        (m, early): choose(m, weight, gpu, RATES, early).ranges(m, weight, gpu.sms)
+        for m in (16, 32, 64)
+        for early in (False, True)
+    }
+    assert [ranges[m, False] for m in (16, 32, 64)] == [256, 256, 384]
+    assert [ranges[m, True] for m in (16, 32, 64)] == [384, 384, 384]
+
+
 FULL_SCHEDULES = [  # as SCHEDULES, of weights of which nothing is dropped
     ("w4", HALF, 20, 96, 2100, 128, 3, (16, 1, 1, 0, 3, 2, 1)),  # one group in the last chunk
     ("w4", BFLOAT, 40, 80, 1030, 128, 132, (32, 1, 1, 3, 2, 1, 3)),

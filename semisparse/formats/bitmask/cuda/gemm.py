@@ -62,7 +62,8 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProd
     """
     weight = tiling(problem.spec)
     tiles = gemm_tiles(weight)
-    schedule = schedule or choose(problem.m, tiles, device_facts(problem.device), GEMM_RATES[weight.bits])
+    rates, facts = GEMM_RATES[weight.bits], device_facts(problem.device)
+    schedule = schedule or choose(problem.m, tiles, facts, rates, problem.constant)
     product = expand_gemm.prepare(
         lambda chosen: GEMM.build(
             "semisparse_bitmask_gemm",

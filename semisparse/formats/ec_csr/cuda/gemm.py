@@ -68,7 +68,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProd
         The matmul, accumulated in float32.
     """
     weight, words = tiles_in(problem.spec), int(problem.params["words_limit"])
-    schedule = schedule or choose(problem.m, weight, device_facts(problem.device), RATES)
+    schedule = schedule or choose(problem.m, weight, device_facts(problem.device), RATES, problem.constant)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(
             "semisparse_ec_csr_gemm", gemm_defines(problem.dtype, words, chosen), chosen.shared(weight)

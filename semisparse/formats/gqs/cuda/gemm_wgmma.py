@@ -82,10 +82,10 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> Product:
     bits = code_bits(problem.params, size)
     full, facts = bool(problem.params.get("full")) and n % CHUNK_ROWS == 0, device_facts(device)
     tiles = tiles_of(n, k, bits, size, full)
-    schedule = schedule or choose(problem.m, tiles, facts, RATES)
+    schedule = schedule or choose(problem.m, tiles, facts, RATES, problem.constant)
     if full and (schedule.tile_m, schedule.warpgroups, schedule.ctas_per_sm) == SPILLS_IF_FULL:
         full, tiles = False, tiles_of(n, k, bits, size)
-        schedule = choose(problem.m, tiles, facts, RATES)
+        schedule = choose(problem.m, tiles, facts, RATES, problem.constant)
     product = expand_gemm.prepare(
         lambda chosen: SOURCE.build(
             "semisparse_gqs_gemm_wgmma", gemm_defines(dtype, bits, size, chosen, full), chosen.shared(tiles)

@@ -60,7 +60,7 @@ def prepare(problem: Problem, schedule: Schedule | None = None) -> PermutingProd
     """Return the matmul for ``problem``; ``schedule`` overrides the one that should be fastest."""
     (n, k), vectors = problem.spec.shape, vectors_of(problem.pattern)
     tiles = tiles_of(n, k, vectors)
-    schedule = schedule or choose_schedule(problem.m, tiles, device_facts(problem.device))
+    schedule = schedule or choose_schedule(problem.m, tiles, device_facts(problem.device), problem.constant)
     gemm = expand_gemm.prepare(
         lambda candidate: SOURCE.build(
             "semisparse_vector_nm_gemm_wgmma", _defines(vectors, problem.dtype, candidate), candidate.shared(tiles)

@@ -38,13 +38,13 @@ def tiles_of(n: int, k: int, vectors: VectorNM) -> Tiles:
     return Tiles(-(-n // ROWS), -(-k // COLUMNS), slots * ROWS * 2 + masks, extra_per_warp=16)
 
 
-def choose_schedule(m: int, weight: Tiles, gpu: DeviceFacts) -> Schedule:
+def choose_schedule(m: int, weight: Tiles, gpu: DeviceFacts, constant: bool = False) -> Schedule:
     """Choose the schedule: that of `choose`, or Stream-K with two producer warpgroups if that should be faster.
 
     Microseconds on an H200 with one producer warpgroup (two) at 28672 x 8192: 88.6 (76.9) for 16 tokens, 93 (79.9) for
     32 and 101 (87.0) for 64. At 4096 x 4096 three small CTAs per SM, which have one each, take 11.7 (13.2) for 32.
     """
-    one = choose(m, weight, gpu, RATES)
+    one = choose(m, weight, gpu, RATES, constant)
     tile_m = tile_m_of(m)
     two = fit(replace(weight, slow_copies=True), gpu, tile_m, 3, 1, 0, 1)
     if two is None or tile_m > MAX_TOKENS_OF_TWO_PRODUCERS:
