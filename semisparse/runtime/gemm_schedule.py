@@ -248,7 +248,7 @@ MAX_CROWDED_TOKENS = 32
 """Maximum M of GEMMs that start early whose CTAs are taken to crowd onto the SMs where the kernel before ends first: of
 256 CTAs, three of which fit an SM, some SMs have three and others none. So K is split in six instead of four where N is
 4,096. Steps of 8 blocks of llama2-7b with 32 sequences take 929 us instead of 990 (gqs), 1,092 and 1,141 (bitmask), 999
-and 1,024 (vector_nm), 1,069 and 1,129 (ec_csr; results/h200/sweeps/crowded.csv). More tokens were not measured."""
+and 1,024 (vector_nm), 1,069 and 1,129 (ec_csr; results/h200/sweeps/crowded.csv). Only 32 tokens were measured."""
 
 
 def choose(m: int, weight: Tiles, gpu: DeviceFacts, rates: Rates, early: bool = False) -> Schedule:
