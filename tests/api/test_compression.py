@@ -44,7 +44,7 @@ def test_compress_save_load_for_every_architecture_and_pattern(architecture: str
     assert not torch.equal(model(ids).logits, dense(ids).logits)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_gqsa_tunes_packs_and_loads(architecture: str, tmp_path: Path):
     """The stored weights are the tuned ones: the loaded model computes the same bits as the one in memory."""
     model = random_model(architecture)

@@ -109,9 +109,11 @@ GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
 @pytest.mark.parametrize(
     ("weights", "inputs"),
     [
-        (GROUPS | {"symmetric": True}, None),
+        pytest.param(GROUPS | {"symmetric": True}, None, marks=pytest.mark.slow),
         (GROUPS | {"symmetric": False}, None),
-        ({"num_bits": 8, "group_size": 16, "strategy": "group", "symmetric": False}, None),
+        pytest.param(
+            {"num_bits": 8, "group_size": 16, "strategy": "group", "symmetric": False}, None, marks=pytest.mark.slow
+        ),
         ({"num_bits": 3, "group_size": 32, "strategy": "group", "symmetric": False}, None),
         (GROUPS | {"symmetric": False}, foreign.TOKEN),
         ({"num_bits": 8, "strategy": "channel"}, foreign.TOKEN),

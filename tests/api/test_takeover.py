@@ -74,14 +74,14 @@ def test_fp8_with_one_scale(tmp_path: Path):
 @pytest.mark.parametrize(
     ("weights", "inputs", "stored"),
     [
-        (GROUPS | {"symmetric": True}, None, "gqs w4 g32@0%"),
+        pytest.param(GROUPS | {"symmetric": True}, None, "gqs w4 g32@0%", marks=pytest.mark.slow),
         (GROUPS | {"symmetric": False}, None, "gqs w4 g32@0%"),
         (GROUPS | {"symmetric": True}, foreign.TOKEN, "gqs w4a8 g32@0%"),
         (CHANNEL | {"num_bits": 4, "symmetric": False}, None, "gqs w4 g128@0%"),
         (CHANNEL, foreign.TOKEN, "dense int8"),
-        ({"num_bits": 8, "strategy": "tensor"}, foreign.TOKEN, "dense int8"),
+        pytest.param({"num_bits": 8, "strategy": "tensor"}, foreign.TOKEN, "dense int8", marks=pytest.mark.slow),
         (CHANNEL, None, "gqs w8 g128@0%"),
-        (CHANNEL | {"symmetric": False}, foreign.TOKEN, "gqs w8 g128@0%"),
+        pytest.param(CHANNEL | {"symmetric": False}, foreign.TOKEN, "gqs w8 g128@0%", marks=pytest.mark.slow),
         (CHANNEL | {"type": "float"}, foreign.TOKEN, "dense fp8"),
         ({"num_bits": 8, "type": "float", "strategy": "tensor"}, foreign.TOKEN, "dense fp8"),
     ],

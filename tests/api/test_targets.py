@@ -98,7 +98,7 @@ def test_costs_are_those_of_packed_weights():
     )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_the_bits_asked_for_are_reached_and_stored(architecture: str, tmp_path: Path):
     model = random_model(architecture)
     report = semisparse.compress(

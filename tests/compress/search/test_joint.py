@@ -22,6 +22,7 @@ from semisparse.compress.search.units import LinearChoices
 from semisparse.errors import InputError
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
+from tests.choosing import mostly_slow
 from tests.compress.checking import Interrupted
 from tests.compress.search.small import calibration, mean_kl, sharp_model
 
@@ -245,9 +246,7 @@ def test_what_no_choice_reaches_is_refused_before_any_work(monkeypatch: pytest.M
     assert caught.value.least == pytest.approx({"bits": 3 / 16})
 
 
-@pytest.mark.parametrize(
-    "pieces", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 8]
-)
+@pytest.mark.parametrize("pieces", mostly_slow([1, 3, 5, 8], 3))
 def test_an_interrupted_search_goes_on_to_the_same_result(pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     identity = {"run": "one"}
     save, saved = Journal.save, []

@@ -13,6 +13,7 @@ from semisparse.compress.search.bank import Bank, to_masked
 from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches, split_sequences
 from semisparse.compress.search.space import Candidate, LinearSpace, search_space
 from semisparse.nn import weight_of
+from tests.choosing import mostly_slow
 from tests.compress.search.small import REPORT, calibration, mean_kl, recipe, sharp_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +48,7 @@ def reference(model: PreTrainedModel, space: list[LinearSpace], candidate: Candi
     return mean_kl(dense, sparse, calibration())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
+@pytest.mark.parametrize("architecture", mostly_slow(["llama", "qwen3", "mistral", "opt", "gpt2"], 1, 3, 4))
 def test_scores_are_kl_divergences(architecture: str):
     """There are few batches, so that some hold sequences of both lengths and are padded."""
     assert any((batch < 0).any() for batch in scoring_batches(calibration(), 10**6, seed=0, parts=3))

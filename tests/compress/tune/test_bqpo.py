@@ -238,7 +238,7 @@ def resume(directory: Path, progress=lambda *_: None) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("layer", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_interrupted_in_the_middle_of_a_decoder_layer(tmp_path: Path, layer: int):
     def interrupt(stage: str, done: int, total: int) -> None:
         if stage == f"decoder layer {layer} of 2, tuning" and done == total // 2:

@@ -88,7 +88,7 @@ def test_weights_without_codes_are_distilled():
         assert torch.equal(before == 0, after == 0)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_it_lowers_the_loss_and_leaves_the_codes(architecture: str):
     (before, first), (after, second) = tuned(architecture, "bqpo"), tuned(architecture, "bqpo+e2e")
     assert language_model_loss(after) < language_model_loss(before) - 1e-4

@@ -11,7 +11,7 @@ from semisparse.patterns import parse_pattern
 from tests.models import byte_tokenizer, random_model
 
 
-@pytest.mark.parametrize("quant", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("quant", ["none", pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_the_recipe_quantises_saves_and_loads(quant, tmp_path):
     model = random_model("llama")
     documents = [f"document {i}: some words to read" for i in range(8)]
