@@ -59,6 +59,7 @@ def pytest_runtest_logfinish() -> None:
         launched.store(Path(path))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run tests that share a process first: they are long, and if they came last one process would run them alone.
 
