@@ -204,6 +204,7 @@ def test_a_full_disk_under_the_journal(compress, monkeypatch: pytest.MonkeyPatch
     assert compress("--resume").status == 0
 
 
+@pytest.mark.slow
 def test_two_runs_into_one_directory_and_control_c(model: Path, tmp_path: Path, run: Run):
     text = tmp_path / "long.txt"
     text.write_text("".join(f"line {i} of a longer text\n" for i in range(1000)))

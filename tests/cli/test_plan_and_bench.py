@@ -85,6 +85,7 @@ def test_bad_arguments_are_refused_with_a_sentence(arguments, sentence):
         call(*arguments)
 
 
+@pytest.mark.slow
 def test_bench_kernels_then_compare_then_plot(tmp_path: Path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setenv("SEMISPARSE_CACHE", str(tmp_path / "cache"))

@@ -181,6 +181,7 @@ def test_the_compressed_model_is_what_was_scored(whole: Profiled):
     assert mean_kl(dense, again, calibration()) == pytest.approx(result.kl, rel=1e-3), "pruned as a whole"
 
 
+@pytest.mark.slow
 def test_candidates_are_pruned_on_a_part_of_a_long_text_and_the_best_one_on_all(half: Profiled):
     result, batches = half.result, calibration()
     assert result.weights == {}
@@ -210,8 +211,9 @@ def test_a_sample_is_spread_over_the_text(tokens: int, kept: list[int]):
     assert [int(batch[0, 0]) for batch in search._sample(batches, tokens)] == kept
 
 
-@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("calls", [*(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 64)), 7])
+@pytest.mark.slow  # test_search.py has it for other searches
+@pytest.mark.parametrize("part", [1, 2])
+@pytest.mark.parametrize("calls", [3, 64, 7])
 def test_resumed_at_any_call_of_progress(
     calls: int, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
