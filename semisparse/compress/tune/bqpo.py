@@ -21,7 +21,7 @@ from semisparse.compress.decoder import LayerCall
 from semisparse.compress.trace import HookPoint, Reached, RoutedLayers, SharedInput, hooked
 from semisparse.compress.tune.quantised import TrainableScales, add_fake_quantisation, remove_fake_quantisation
 from semisparse.compress.tune.training import TuningResult, train
-from semisparse.quant.group import GroupScales
+from semisparse.quant.group import GroupScales, stored_groups
 
 SCALE_RATE = 8.0
 """Learning rate of scales and zero points of b bits, as a multiple of the weights' rate over 4^b: the more codes, the
@@ -31,6 +31,9 @@ less may each of them move."""
 CODE_RATE = 0.4
 """Learning rate of the weights of a quantised linear layer, as a fraction of that of others: a code changes by steps of
 its own size (docs/experiments/tuning.md)."""
+
+DROPPED_CODE_RATE = 2.0
+"""`CODE_RATE` of a layer of whose groups a tenth and more is dropped: the others make up for them (same page)."""
 
 
 def tune_decoder_layer(
@@ -195,14 +198,15 @@ def _train_linears(
 ) -> tuple[TuningResult, dict[str, GroupScales | None]]:
     """Train the non-zero weights, scales and zero points of some linear layers on a loss of batches, in place."""
     token_counts = [target.shape[:-1].numel() for target in targets]
-    with trainable_linears(layer, scales, rate) as (param_groups, trained):
+    weight_rates = {name: _weight_rate(layer.get_submodule(name), given) for name, given in scales.items()}
+    with trainable_linears(layer, scales, rate, weight_rates) as (param_groups, trained):
         result = train(param_groups, loss, token_counts, epochs=epochs, seed=seed, progress=progress)
     return result, {name: trained[name].group_scales if name in trained else None for name in scales}
 
 
 @contextlib.contextmanager
 def trainable_linears(
-    module: nn.Module, scales: Mapping[str, GroupScales | None], rate: float, plain_rate: float = 1.0
+    module: nn.Module, scales: Mapping[str, GroupScales | None], rate: float, weight_rates: Mapping[str, float]
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, TrainableScales]]]:
     """Make the non-zero weights, scales and zero points of some linear layers trainable, and all else fixed.
 
@@ -212,20 +216,27 @@ def trainable_linears(
         module: holds the linear layers, float32.
         scales: the scales and zero points of each linear layer, by its name in ``module``; None if not quantised.
         rate: learning rate, as a fraction of the root mean square of a layer's non-zero weights.
-        plain_rate: that of layers that are not quantised, as a fraction of ``rate``.
+        weight_rates: that of each layer's weights, as a fraction of ``rate``.
     Yields:
         The optimiser's parameter groups, and the scales and zero points of the quantised layers.
     """
     module.requires_grad_(False)
     linears = {name: module.get_submodule(name) for name in scales}
-    rates = {name: rate * (CODE_RATE if given else plain_rate) for name, given in scales.items()}
-    param_groups = [_weight_group(linears[name], rates[name]) for name in scales]
+    param_groups = [_weight_group(linears[name], rate * weight_rates[name]) for name in scales]
     trainable = {name: add_fake_quantisation(linears[name], given) for name, given in scales.items() if given}
     param_groups += [each.param_group(SCALE_RATE * rate / 4**each.bits) for each in trainable.values()]
     yield param_groups, trainable
     for name in trainable:
         remove_fake_quantisation(linears[name])
     module.requires_grad_(False)
+
+
+def _weight_rate(linear: nn.Module, scales: GroupScales | None) -> float:
+    """Return the learning rate of a linear layer's weights, as a fraction of the rate that was asked for."""
+    if scales is None:
+        return 1.0
+    stored = stored_groups(linear.get_parameter("weight").detach(), scales.size)
+    return DROPPED_CODE_RATE if stored.float().mean() <= 0.9 else CODE_RATE
 
 
 def _weight_group(linear: nn.Module, rate: float) -> dict[str, Any]:

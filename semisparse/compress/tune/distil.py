@@ -70,7 +70,8 @@ def distil(
             logits = trained(batches[index].to(device), use_cache=False).logits[:, :-1]
         return predictions[index].kl(logits.float())
 
-    with trainable_linears(trained, scales, DISTIL_RATE * rate, plain_rate=CODE_RATE) as (param_groups, new_scales):
+    weight_rates = dict.fromkeys(scales, CODE_RATE)
+    with trainable_linears(trained, scales, DISTIL_RATE * rate, weight_rates) as (param_groups, new_scales):
         token_counts = [batch.numel() for batch in batches]
         result = train(param_groups, loss, token_counts, epochs=PASSES * epochs, seed=seed, progress=progress)
     new_reports = []

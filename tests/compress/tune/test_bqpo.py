@@ -25,7 +25,7 @@ from semisparse.compress import (
 from semisparse.compress.decoder import LayerCall, record_calls
 from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
 from semisparse.compress.trace import HookPoint, SharedInput, find_inputs
-from semisparse.compress.tune import submodules_of, tune_decoder_layer, tune_submodules
+from semisparse.compress.tune import bqpo, submodules_of, tune_decoder_layer, tune_submodules
 from semisparse.compress.tune.bqpo import Submodule
 from semisparse.nn import weight_of
 from semisparse.patterns import parse_pattern
@@ -194,6 +194,16 @@ def test_scales_and_zero_points_are_trained_with_the_weights():
     assert (new.zero != scales["0"].zero).any()
     assert (new.scale / scales["0"].scale - 1).abs().max() < 0.5, "in small steps"
     assert is_quantised(layer[0].weight.detach(), new)
+
+
+@pytest.mark.parametrize(("dropped", "rate"), [(0, 0.4), (1, 0.4), (2, 2.0), (8, 2.0)])
+def test_codes_move_faster_where_groups_are_dropped(dropped: int, rate: float):
+    """Of 16 groups."""
+    linear = nn.Linear(8, 8, bias=False)
+    weight = torch.ones(16, 4)
+    weight[:dropped] = 0
+    linear.weight.data = weight.view(8, 8)
+    assert bqpo._weight_rate(linear, scales_of(linear.weight.detach(), 4, 4, torch.float32)) == rate
 
 
 def test_nothing_but_the_linear_layers_is_changed():
