@@ -29,7 +29,7 @@ OLDER = ("1d8873e", "5dbb68c", "62162e8", "62162e8-seven")
 """Builds whose runs differ from today's. Of later ones uniform runs are alike: f34ef2f, 9bc8b6c.. and e192183 give
 stories260k in W2 with groups of 64 the same KL to the last digit."""
 
-MENDED = ("e414cd5", "e0861c5", "7a1517b", "c7d58b9", "fe2d6767", "a0f6062")
+MENDED = ("e414cd5", "e0861c5", "7a1517b", "c7d58b9", "fe2d6767", "a0f6062", "dropped-rate")
 """Builds in which `bqpo` trains scales by the gradient of codes that do not depend on them (tuning.md)."""
 
 WITHOUT_CODES = ("32:64", "2:4", "70%", "80%", "90%")
@@ -180,11 +180,7 @@ def four_bits() -> str:
     return markdown(("", *columns), lines)
 
 
-SWITCHES = {
-    "submodules": "`tune_units=submodules`",
-    "swaps": "`refine=swaps`",
-    "onepass": "`refine=none`",
-}
+SWITCHES = {"submodules": "`tune_units=submodules`", "swaps": "`refine=swaps`"}
 """The changes of a run in joint.csv that are switches of pruning and tuning, with their settings."""
 
 

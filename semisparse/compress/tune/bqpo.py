@@ -33,7 +33,7 @@ CODE_RATE = 0.4
 its own size (docs/experiments/tuning.md)."""
 
 DROPPED_CODE_RATE = 2.0
-"""`CODE_RATE` of a layer of whose groups a tenth and more is dropped: the others make up for them (same page)."""
+"""`CODE_RATE` of a layer of whose groups a third and more is dropped: the others make up for them (same page)."""
 
 
 def tune_decoder_layer(
@@ -236,7 +236,7 @@ def _weight_rate(linear: nn.Module, scales: GroupScales | None) -> float:
     if scales is None:
         return 1.0
     stored = stored_groups(linear.get_parameter("weight").detach(), scales.size)
-    return DROPPED_CODE_RATE if stored.float().mean() <= 0.9 else CODE_RATE
+    return DROPPED_CODE_RATE if stored.float().mean() <= 2 / 3 else CODE_RATE
 
 
 def _weight_group(linear: nn.Module, rate: float) -> dict[str, Any]:
