@@ -37,6 +37,7 @@ SCHEDULES = [  # kind, dtype, m, n, k, pattern, SMs, then the fields of Schedule
     ("w8", HALF, 70, 40, 1400, "g16@50%", 2, (64, 1, 1, 0, 2, 1, 1)),
     ("w3", BFLOAT, 5, 33, 2600, "g8@50%", 1, (16, 1, 1, 0, 4, 2, 1)),  # several windows of headers
     ("w4a8", HALF, 18, 40, 512, "g16@50%", 132, (32, 1, 1, 2, 3, 1, 1)),
+    ("w4", BFLOAT, 32, 80, 2100, "g16@50%", 132, (32, 1, 1, 6, 3, 2, 3)),  # o and down with 32 tokens in the engine
 ]
 
 
