@@ -8,10 +8,6 @@ Engines start one after another, alone on the GPU: vLLM measures what loading an
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import signal
-import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict, dataclass
@@ -20,8 +16,8 @@ from typing import Any
 
 from vllm_checkpoints import MODELS, RIVALS
 from vllm_engine import weight_bytes
-from vllm_process import Child, Turn, end_all
-from vllm_speed import IMPORTED, Entry, add, folder_of, inspect_model, write_checkpoint
+from vllm_process import Child, Turn
+from vllm_speed import Entry, add, folder_of, inspect_model, run_engines, write_checkpoint
 
 WAIT_S = 150
 """Longest that an engine may take to start, or a checkpoint to be written."""
@@ -120,16 +116,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="decoder layers, if not all of the model")
     parser.add_argument("--scratch", default="/tmp/vllm-blocks", help="where checkpoints and logs are written")
     args = parser.parse_args()
-    Path(args.scratch).mkdir(parents=True, exist_ok=True)
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    for module in IMPORTED:
-        importlib.import_module(module)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    try:
-        run(args)
-    finally:
-        end_all()
+    run_engines(run, args)
 
 
 if __name__ == "__main__":

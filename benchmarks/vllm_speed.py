@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,23 @@ def run(args: Namespace) -> None:
         measure_group(ready, args)
 
 
+def run_engines(run: Callable[[Namespace], None], args: Namespace, importing: bool = True) -> None:
+    """Import vLLM in this process, from which engines are forked, and call ``run``; its engines end with it."""
+    Path(args.scratch).mkdir(parents=True, exist_ok=True)
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # `vllm serve` would spawn, and lose `use_shared_cache`
+    if importing:
+        print(time.strftime("%X"), "importing vLLM", flush=True)
+        for module in IMPORTED:
+            importlib.import_module(module)
+        print(time.strftime("%X"), "imported", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    try:
+        run(args)
+    finally:
+        end_all()
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -303,19 +321,7 @@ def main() -> None:
     parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")
     parser.add_argument("--scratch", default="/tmp/vllm", help="where checkpoints and logs are written")
     args = parser.parse_args()
-    Path(args.scratch).mkdir(parents=True, exist_ok=True)
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # `vllm serve` would spawn, and lose `use_shared_cache`
-    if not args.late:
-        print(time.strftime("%X"), "importing vLLM", flush=True)
-        for module in IMPORTED:
-            importlib.import_module(module)
-        print(time.strftime("%X"), "imported", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    try:
-        run(args)
-    finally:
-        end_all()
+    run_engines(run, args, importing=not args.late)
 
 
 if __name__ == "__main__":
