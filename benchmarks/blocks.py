@@ -13,7 +13,7 @@ Random weights, bfloat16, in the engine: ``blocks`` decoder blocks and the head.
 - ``eager``: the same launched from Python, wall time until the host has the token.
 - ``first``: the first prompt of this length, as ``eager``; kernels of other lengths have run.
 - ``kept prompt``: as ``prompt``, with dense copies.
-- ``wall``: as `generate` runs it, wall time until the host has the token; up to 512 tokens it is captured.
+- ``wall``: as `generate` runs it, wall time until the host has the token; up to 2,048 tokens it is captured.
 """
 
 from __future__ import annotations
@@ -141,11 +141,11 @@ def prompt(backend: DecoderBackend, length: int) -> Iterator[tuple[str, list[flo
     def wall() -> list[float]:
         return [eager() for _ in range(REPEATS)]
 
-    captures = backend._captured_length
-    backend._captured_length = lambda lengths, cache: None  # type: ignore[method-assign]
+    captures = backend.prompts.length
+    backend.prompts.length = lambda lengths, cache: None  # type: ignore[method-assign]
     yield "first", [eager()]
     yield "eager", wall()
-    backend._captured_length = captures  # type: ignore[method-assign]
+    backend.prompts.length = captures  # type: ignore[method-assign]
     eager()
     yield "wall", wall()
     decoder = backend.decoder

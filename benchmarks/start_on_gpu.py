@@ -43,7 +43,7 @@ TRACED = (
     ("semisparse.engine.backend", "Decoder", "engine's decoder made"),
     ("semisparse.engine.backend", "check_against", "logits of 8 tokens"),
     ("semisparse.runtime.cuda_libraries", "wait", "libraries waited for"),
-    ("semisparse.engine.prompts", "CapturedPrompts.__init__", "prompt captured"),
+    ("semisparse.engine.prompts", "CapturedPrompts._captured", "prompt captured"),
     ("semisparse.engine.backend", "DecoderBackend._graph", "step captured"),
     ("semisparse.engine.decoder", "Decoder.compile", "kernels loaded"),
     ("semisparse.engine.engine", "Engine._compile", "all of compiling and warming up"),

@@ -9,7 +9,8 @@
 of models whose layers are all stored alike, from which times in the engine are predicted. `choose` takes the losses
 layer for layer at the same relative depth, and predicted times; it needs no GPU. `time` measures the chosen models'
 decode steps or prompts in the engine, on the GPU, in turns with the dense model's, since clocks change with what a GPU
-has just run; with ``--busy N`` while N processes compute on the CPU, which launches the kernels of a prompt one by one.
+has just run. A prompt is measured as a CUDA graph, as the engine runs it, and launched from Python, kernel by kernel;
+with ``--busy N`` while N processes compute on the CPU, which delay launches.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from semisparse.compress.recipe import read_targets
 from semisparse.compress.search.allocate import Unreachable, allocate
 from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.engine import Engine
+from semisparse.engine.backend import DecoderBackend
 from semisparse.formats.base import Packed, get_format
 from semisparse.nn import replace_linear
 from semisparse.patterns import NO_ZEROS, parse_pattern
@@ -58,7 +60,7 @@ DTYPE, DEVICE = torch.bfloat16, "cuda"
 LOSSES = ("model", "layer", "unit", "format", "pattern", "quant", "kl")
 CHOICES = ("target", "layer", "unit", "format", "pattern", "quant", "us", "dense_us")
 SPEEDS = ("target", "model", "layers", "tokens", "predicted", "measured", "measured_over_asked")
-SPEEDS += ("step_ms", "predicted_step_ms", "dense_step_ms", "predicted_dense_step_ms", "gpu", "busy")
+SPEEDS += ("step_ms", "predicted_step_ms", "dense_step_ms", "predicted_dense_step_ms", "gpu", "busy", "captured")
 STORED = ("dense", "gqs g128@0% w4", "gqs g32@0% w4", "gqs g64@0% w2", "gqs g16@50% w4", "bitmask 32:64 w4")
 """What the layers of `steps` are stored as, by default: a format, a pattern and a number of bits."""
 
@@ -220,26 +222,28 @@ def time(options: argparse.Namespace) -> None:
         own = [row for row in chosen if row["target"] == target]
         tokens, layers = WORKLOADS[target.partition("=")[0]], 1 + max(int(row["layer"]) for row in own)
         engines = [Engine(_model(stored, layers)) for stored in (_dense(own), own)]
+        ways = ("yes",) if tokens == 1 else ("yes", "no")
         with busy(options.busy):
-            turns = [[step_ms(engine, tokens) for engine in engines] for _ in range(options.rounds)]
-        dense, step = (median(column) for column in zip(*turns, strict=True))
-        predicted, predicted_dense = (sum(float(row[key]) for row in own) / 1e3 for key in ("us", "dense_us"))
-        asked = float(target.partition("=")[2].removesuffix("x"))
-        measured = dense / step
-        speeds = (
-            predicted_dense / predicted,
-            measured,
-            measured / asked,
-            step,
-            predicted,
-            dense,
-            predicted_dense,
-        )
-        where = (device_facts(DEVICE).name, options.busy)
-        values = (target, SHAPES, layers, tokens, *(f"{value:.4f}" for value in speeds), *where)
-        rows.append(dict(zip(SPEEDS, map(str, values), strict=True)))
-        write_rows(options.csv, rows, SPEEDS)
-        print(*rows[-1].values(), flush=True)
+            turns = [
+                {way: [step_ms(engine, tokens, way == "yes") for engine in engines] for way in ways}
+                for _ in range(options.rounds)
+            ]
+        for way in ways:
+            dense, step = (median(column) for column in zip(*(turn[way] for turn in turns), strict=True))
+            rows.append(_speed_row(target, own, tokens, dense, step))
+            rows[-1] |= {"gpu": device_facts(DEVICE).name, "busy": str(options.busy), "captured": way}
+            write_rows(options.csv, rows, SPEEDS)
+            print(*rows[-1].values(), flush=True)
+
+
+def _speed_row(target: str, own: Sequence[dict[str, str]], tokens: int, dense: float, step: float) -> dict[str, str]:
+    """Return a target's row, without where it was measured; ``dense`` and ``step`` are ms."""
+    predicted, predicted_dense = (sum(float(row[key]) for row in own) / 1e3 for key in ("us", "dense_us"))
+    asked, measured = float(target.partition("=")[2].removesuffix("x")), dense / step
+    speeds = (predicted_dense / predicted, measured, measured / asked, step, predicted, dense, predicted_dense)
+    layers = 1 + max(int(row["layer"]) for row in own)
+    values = (target, SHAPES, layers, tokens, *(f"{value:.4f}" for value in speeds))
+    return dict(zip(SPEEDS, map(str, values), strict=False))
 
 
 def _dense(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -266,8 +270,10 @@ def _config(layers: int) -> PreTrainedConfig:
     return config
 
 
-def step_ms(engine: Engine, tokens: int) -> float:
-    """Return the milliseconds of a decode step, or of a prompt, in the engine."""
+def step_ms(engine: Engine, tokens: int, captured: bool = True) -> float:
+    """Return the milliseconds of a decode step or a prompt in the engine; ``captured`` says whether it is a CUDA graph."""
+    if isinstance(engine.backend, DecoderBackend):
+        engine.backend.prompts.captures = captured
     if tokens == 1:
         return measure_model(engine, SHAPES, "", Workload(1, 1, 256)).decode_ms
     return measure_model(engine, SHAPES, "", Workload(1, tokens - 2, 2)).first_token_ms  # the context is full

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from semisparse.engine.bare import BareDecoder
 from semisparse.engine.decoder import CHECKED_TOKENS, Cache, Decoder, check_against, free_memory
 from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
-from semisparse.engine.projection import rows_of
-from semisparse.engine.prompts import CapturedPrompts, captured_length
+from semisparse.engine.prompts import SHORT_TOKENS, Prompts
 from semisparse.engine.sampling import Sampling, choose
 from semisparse.engine.speculation import Verifier, look_up, speculated
 from semisparse.engine.state import State
@@ -109,27 +108,32 @@ class DecoderBackend(Backend):
         self._state: State | None = None
         self._graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
         self._verifiers: dict[int, Verifier] = {}
-        self._prompts: dict[tuple[int, int], CapturedPrompts] = {}
-        self._pool: Any = None
-        self._prompt_logits: Tensor | None = None
+        self.prompts = Prompts(self.decoder, captures=self._on_gpu and self.decoder.group is None)
         self._states = 0
         self._generator = torch.Generator(self.decoder.device)
 
     def needs(self, prompts: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> Hashable:
-        lengths = [len(prompt) for prompt in prompts]
-        self._state_for(len(prompts), max(lengths) + new + proposals)
-        alone = self.decoder.group is not None
-        buckets = frozenset(map(bucket_of, lengths if alone else [max(lengths), len(prompts) * max(lengths)]))
-        return self._states, len(prompts), buckets, sampling, proposals, new > 1
+        count, lengths = len(prompts), [len(prompt) for prompt in prompts]
+        cache = self._state_for(count, max(lengths) + new + proposals).cache
+        padded = self.prompts.length(lengths, cache)
+        if self.decoder.group is not None:
+            buckets = frozenset(map(bucket_of, lengths))
+        elif padded is not None and count * padded <= SHORT_TOKENS:  # its first use captures it
+            buckets = frozenset([padded, bucket_of(count * padded)])
+        else:
+            longest = padded or max(lengths)
+            buckets = frozenset(map(bucket_of, [longest, count * longest]))
+        return self._states, count, buckets, sampling, proposals, new > 1
 
     def compile(self, prompts: Sequence[Sequence[int]], new: int, proposals: int) -> None:
         """Compile the kernels of all matmuls of a batch, in parallel, and wait for torch's libraries."""
         lengths = [len(prompt) for prompt in prompts]
         cache = self._state_for(len(prompts), max(lengths) + new + proposals).cache
-        padded = self._captured_length(lengths, cache)
+        padded = self.prompts.length(lengths, cache)
         self.decoder.compile(
             cache.sequences, {1, 1 + proposals}, lengths if padded is None else [padded] * len(lengths)
         )
+        self.prompts.expect(lengths, cache)
         if proposals and self._draft:
             self._draft.compile(prompts, new, proposals)
         cuda_libraries.wait()  # graphs are captured next
@@ -180,30 +184,8 @@ class DecoderBackend(Backend):
         last = [*(len(prompt) - 1 for prompt in prompts), *[0] * unused]
         state.positions.copy_(torch.tensor(last, dtype=torch.int32))
         state.steps.zero_()
-        logits = self._run_prompts(prompts, state.cache)
+        logits = self.prompts(prompts, state.cache)
         return state, functional.pad(logits, (0, 0, 0, unused)) if unused else logits
-
-    def _captured_length(self, lengths: Sequence[int], cache: Cache) -> int | None:
-        """Return `captured_length`, or None if nothing is captured."""
-        return captured_length(lengths, cache) if self._on_gpu and self.decoder.group is None else None
-
-    def _run_prompts(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-        """Run prompts, captured once per number and padded length of prompts; return the logits after each."""
-        own = cache.part(0, len(prompts))
-        length = self._captured_length([len(prompt) for prompt in prompts], cache)
-        if length is None:
-            return self.decoder.prompt(prompts, own)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        key = len(prompts), length
-        if self._prompt_logits is None:
-            vocabulary = rows_of(self.decoder.structure.head)
-            self._prompt_logits = torch.empty(
-                cache.sequences, vocabulary, dtype=self.decoder.dtype, device=self.decoder.device
-            )
-        if key not in self._prompts:
-            logits = self._prompt_logits[: len(prompts)]
-            self._prompts[key] = CapturedPrompts(self.decoder, own, length, logits, self._pool)
-        return self._prompts[key](prompts)
 
     def verifier(self, width: int) -> Verifier:
         """Return the decoder step for ``width`` tokens per sequence of the current batch."""
@@ -295,8 +277,8 @@ class DecoderBackend(Backend):
         state = self._state
         if state is not None and state.cache.sequences == sequences and state.cache.length >= positions:
             return state
-        self._state, self._graphs, self._verifiers, self._prompts, self._pool = None, {}, {}, {}, None
-        self._prompt_logits = None
+        self._state, self._graphs, self._verifiers = None, {}, {}
+        self.prompts.forget()
         self._states += 1
         self._check_memory(sequences, length)
         self.decoder.ensure_length(length)

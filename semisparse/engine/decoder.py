@@ -205,22 +205,22 @@ class Decoder:
         structure = self.structure
         return rotary_table(structure.rotary, structure.heads.dim, length, self.device, self.dtype)
 
-    def prompt(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+    def prompt(self, prompts: Sequence[Sequence[int]], cache: Cache, length: int | None = None) -> Tensor:
         """Run prompts, which begin at position 0.
 
         Args:
             prompts: token ids of each prompt.
             cache: KV cache of as many sequences.
+            length: what prompts are padded to, by default the longest one's length; without a group only.
         Returns:
             [prompts, vocabulary], the logits after each prompt.
         """
         if self.group is None:
-            return self._prompt(prompts, cache)
-        return torch.cat([self._prompt([prompt], cache.part(i, 1)) for i, prompt in enumerate(prompts)])
+            return self._prompt(prompts, cache, length or max(map(len, prompts)))
+        return torch.cat([self._prompt([prompt], cache.part(i, 1), len(prompt)) for i, prompt in enumerate(prompts)])
 
-    def _prompt(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
-        """Run prompts at once, shorter ones padded at the end."""
-        length = max(map(len, prompts))
+    def _prompt(self, prompts: Sequence[Sequence[int]], cache: Cache, length: int) -> Tensor:
+        """Run prompts at once, padded at the end."""
         tokens = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         return self.padded_prompt(tokens, last, cache)
