@@ -271,7 +271,7 @@ def _config(layers: int) -> PreTrainedConfig:
 
 
 def step_ms(engine: Engine, tokens: int, captured: bool = True) -> float:
-    """Return the milliseconds of a decode step or a prompt in the engine; ``captured`` says whether it is a CUDA graph."""
+    """Return the milliseconds of a decode step, or of a prompt, captured in a CUDA graph or not, in the engine."""
     if isinstance(engine.backend, DecoderBackend):
         engine.backend.prompts.captures = captured
     if tokens == 1:
