@@ -25,7 +25,17 @@ from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
-from semisparse.api.targets import WORKLOADS, beside_layers, limits_of, machine_of, menu, options_of, reached, written
+from semisparse.api.targets import (
+    WORKLOADS,
+    beside_layers,
+    check_targets,
+    limits_of,
+    machine_of,
+    menu,
+    options_of,
+    reached,
+    written,
+)
 from semisparse.bench.machines import Machine
 from semisparse.checkpoint.files import require_directory
 from semisparse.compress import (
@@ -340,6 +350,7 @@ def _run_recipe(
 def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Recipe, **run: Any) -> JointResult:
     """Choose pattern, bits and format of every layer such that the recipe's targets hold."""
     targets = dict(plan.targets)
+    check_targets(targets, model.dtype)
     workloads = [key for key in targets if key in WORKLOADS]
     machine = machine_of(plan)
     many_tokens = machine is not None and machine.device == "cuda" and "prompt" in workloads

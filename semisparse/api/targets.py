@@ -49,6 +49,22 @@ def limits_of(targets: Mapping[str, float], dtype: torch.dtype) -> dict[str, flo
     return limits | ({"bits": min(stored)} if stored else {})
 
 
+def check_targets(targets: Mapping[str, float], dtype: torch.dtype) -> None:
+    """Refuse targets that ask for nothing.
+
+    Raises:
+        InputError: dense ``dtype`` weights have fewer bits than asked for, or reach all targets.
+    """
+    dense, bits = 8 * dtype.itemsize, targets.get("bits", 0.0)
+    if bits > dense:
+        raise InputError(f"target bits={bits:.4g} is more than a dense weight's {dense} bits: ask for fewer")
+    if all(limit >= 1 for limit in limits_of(targets, dtype).values()):
+        raise InputError(
+            f"the dense model reaches {written(targets)} as it is: ask for fewer than {dense} bits, for a size below 1 "
+            "or for a speed-up above 1x"
+        )
+
+
 def reached(targets: Mapping[str, float], relative: Mapping[str, float], dtype: torch.dtype) -> dict[str, float]:
     """Convert totals relative to dense into the units of the targets."""
     values = {"size": relative["bits"], "bits": relative["bits"] * 8 * dtype.itemsize}

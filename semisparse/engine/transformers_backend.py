@@ -64,10 +64,7 @@ class TransformersBackend(Backend):
             )
             cache = getattr(output, "past_key_values", None)
             if new > 1 and cache is None:
-                raise InputError(
-                    f"{type(self._model).__name__} keeps no keys and values in transformers' cache, as encoders and "
-                    "state-space models do not; generate with its own `model.generate` of transformers"
-                )
+                raise InputError(f"{self._why_no_cache()}; generate with its own `model.generate` of transformers")
             ids = choose(output.logits[:, -1], sampling, self._generator)[:, None]
             yield ids[:, 0].tolist()
             if step + 1 < new:
@@ -81,6 +78,15 @@ class TransformersBackend(Backend):
         if getattr(self._model, "_can_compile_fullgraph", False) and not self._has_alibi():
             return StaticCache(config=self._model.config, max_cache_len=length)
         return DynamicCache(config=self._model.config)
+
+    def _why_no_cache(self) -> str:
+        """Say why the model has returned no keys and values."""
+        name, arguments = type(self._model).__name__, inspect.signature(self._model.forward).parameters
+        if "past_key_values" in arguments:
+            return f"{name} returns no keys and values for transformers' cache, as an encoder does"
+        if "cache_params" in arguments:
+            return f"{name} keeps a state instead of keys and values, as state-space models do"
+        return f"{name} cannot reuse keys and values: transformers' code of it takes no cache"
 
     def _has_alibi(self) -> bool:
         """Return whether attention has biases as long as the mask: they do not fit the keys of a static cache."""

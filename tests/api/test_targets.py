@@ -155,6 +155,26 @@ def test_what_cannot_be_reached_says_what_can(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"bits": 99}, r"target bits=99 is more than a dense weight's 16 bits: ask for fewer"),
+        ({"bits": 99, "decode": 2}, r"target bits=99 is more than a dense weight's 16 bits"),
+        ({"bits": 16}, r"the dense model reaches bits=16 as it is: ask for fewer than 16 bits"),
+        ({"size": 1, "prompt": "0.9x"}, r"the dense model reaches prompt=0.9x, size=1 as it is"),
+    ],
+)
+def test_a_target_that_dense_weights_reach_is_refused_before_any_work(target, message: str, tmp_path: Path):
+    begun: list[str] = []
+    with pytest.raises(InputError, match=message):
+        semisparse.compress(
+            random_model("llama"), byte_tokenizer(), "auto", DOCUMENTS, tmp_path / "out", target=target, gpu="h200",
+            progress=lambda stage, *_: begun.append(stage), **SMALL,
+        )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+    assert not [stage for stage in begun if "search" in stage or "measuring" in stage]
+
+
 @pytest.mark.parametrize("architecture", ["Llama", pytest.param("Mixtral", marks=pytest.mark.slow)])
 def test_the_frontier_holds_no_point_that_is_worse_than_another(architecture: str, tmp_path: Path):
     source = tmp_path / "model"

@@ -3,20 +3,26 @@
 import warnings
 
 import pytest
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 from semisparse.engine import Engine
 from semisparse.engine.transformers_backend import TransformersBackend
 from semisparse.errors import CheckpointError, InputError
 from tests.architectures import tiny_model
-from tests.models import byte_tokenizer
+from tests.models import VOCABULARY, byte_tokenizer
 
 PROMPTS = ("def f(x):", "a", "The quick brown fox")
 
 
 def engine_of(name: str, **changes) -> Engine:
+    if name == "OpenAI GPT":
+        config = OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=64, n_embd=24, n_layer=2, n_head=4)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    else:
+        model = tiny_model(name, **changes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Engine(tiny_model(name, **changes), byte_tokenizer())
+        return Engine(model, byte_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -40,9 +46,19 @@ def test_greedy_text_is_that_of_transformers(name: str, changes: dict[str, bool]
         assert text == tokenizer.decode(expected[0], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", ["Mamba", "BERT"])
-def test_a_model_that_does_not_use_the_cache_is_refused(name: str):
-    with pytest.raises(InputError, match="keeps no keys and values in transformers' cache"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Mamba", "MambaForCausalLM keeps a state instead of keys and values, as state-space models do; generate with"),
+        ("BERT", "BertLMHeadModel returns no keys and values for transformers' cache, as an encoder does; generate"),
+        (
+            "OpenAI GPT",
+            "OpenAIGPTLMHeadModel cannot reuse keys and values: transformers' code of it takes no cache; generate",
+        ),
+    ],
+)
+def test_a_model_that_does_not_use_the_cache_is_refused(name: str, reason: str):
+    with pytest.raises(InputError, match=reason):
         engine_of(name).generate(PROMPTS, 2)
 
 
