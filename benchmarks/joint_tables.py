@@ -245,8 +245,10 @@ def mixtures() -> str:
         gpu = row["gpu"].removeprefix("NVIDIA ")
         change = _percent(float(row["measured_over_asked"]) - 1)
         steps = [f"{float(row[column]):.3f}" for column in ("step_ms", "predicted_step_ms", "dense_step_ms")]
-        lines.append([f"{key}={asked}", f"{float(row['measured']):.3f}x", change, *steps, gpu])
-    return markdown(("target", "measured", "of what was asked", "ms", "predicted ms", "dense ms", "GPU"), lines)
+        launched = "CUDA graph" if row["captured"] == "yes" else "from Python"
+        lines.append([f"{key}={asked}", launched, f"{float(row['measured']):.3f}x", change, *steps, gpu])
+    heads = ("target", "launched", "measured", "of what was asked", "ms", "predicted ms", "dense ms", "GPU")
+    return markdown(heads, lines)
 
 
 def frontier_time() -> str:

@@ -204,7 +204,7 @@ def test_a_long_prompt_gives_the_same_bits_at_each_use(dtype: torch.dtype, lengt
         keys.append(
             [layer.keys[row, :, :length].clone() for layer in state.cache.layers for row, length in enumerate(lengths)]
         )
-        backend.begin([[5] * 1500], 2300)  # another graph with the same memory
+        backend.begin([[5] * (1500 // len(tokens))] * len(tokens), 2300)  # another graph with the same memory
     assert len(backend.prompts._graphs) == 2
     unpadded = backend.decoder.prompt(tokens, Cache.make(backend.decoder, len(tokens), 2300))
     torch.testing.assert_close(found[0], unpadded, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-4)
