@@ -3,14 +3,14 @@
     python benchmarks/captured_prompts.py OUT.csv [--arch llama3.2-1b] [--layers 16] [--weights dense,gqs]
         [--prompts 512,1024,1025,2048,4096] [--rounds 11]
 
-Needs a GPU. Random weights, bfloat16. ``ms`` is the wall time until the host has the first token (``gpu``: of a
-replay), the median of ``repeats``:
+Needs a GPU. Random weights, bfloat16. ``ms`` is the wall time until the host has the first token (``gpu`` and
+``unpadded``: of a replay), the median of ``repeats``:
 
 - ``python``: launched kernel by kernel, not padded.
 - ``captured``: as a CUDA graph, padded.
 - ``first`` and ``second``: the first use of a length, launched from Python and padded, and its second, which captures
   it; kernels are loaded. Of these there is one each.
-- ``gpu``: the graph alone, replayed in a row: what the GPU needs.
+- ``gpu``: the graph alone, replayed in a row: what the GPU needs. ``unpadded``: likewise, without padding.
 
 The logits of the three uses must be the same bits, and close to those of ``python``. ``load`` is the host's load.
 """
@@ -28,6 +28,7 @@ from statistics import median
 
 import torch
 from blocks import backend_of, integers, replayed
+from blocks import captured as graph_of
 from torch import Tensor
 
 from semisparse.bench.model import Workload, random_model, random_prompts
@@ -36,6 +37,7 @@ from semisparse.bench.shapes import ARCHITECTURES, architecture
 from semisparse.bench.table import write_csv
 from semisparse.engine import prompts
 from semisparse.engine.backend import DecoderBackend
+from semisparse.engine.decoder import Cache
 from semisparse.patterns import NO_ZEROS
 from semisparse.runtime.device import device_facts
 
@@ -105,7 +107,16 @@ def measure(backend: DecoderBackend, length: int, rounds: int) -> dict[str, list
             found[way].append(first_token(backend, tokens)[0])
     (graph,) = (each._graph for each in backend.prompts._graphs.values())
     assert graph is not None
-    return found | {"first": [first], "second": [second], "gpu": replayed(graph, 3)}
+    graphs = {"gpu": graph}
+    cache = Cache.make(backend.decoder, 1, length)
+    on_gpu, last = torch.tensor(tokens, device=GPU), torch.tensor([length - 1], device=GPU)
+    if next(iter(backend.prompts._graphs))[1] != length:
+        graphs["unpadded"] = graph_of(lambda: backend.decoder.padded_prompt(on_gpu, last, cache))
+    found |= {"first": [first], "second": [second]} | {way: [] for way in graphs}
+    for _ in range(3):
+        for way, one in graphs.items():
+            found[way] += replayed(one, 3)
+    return found
 
 
 def rows(options: argparse.Namespace, weights: str) -> Iterator[Row]:
