@@ -1,4 +1,4 @@
-"""The tables of docs/experiments/blocks.md and docs/kernels/every-token.md: decoder blocks, and single matmuls."""
+"""The tables of docs/experiments/blocks.md, host-path.md and docs/kernels/every-token.md: blocks, single matmuls."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ def steps() -> str:
 def prompts() -> str:
     """Captured prompts of 8 blocks by length."""
     return beside_dense(TURNS, "prompt", PROMPTS, "tokens, captured")
+
+
+def ways() -> str:
+    """Prompts launched from Python and captured."""
+    rows, lines = result("h200/captured-prompts.csv"), []
+    for arch, layers, weights in dict.fromkeys((row["arch"], row["layers"], row["weights"]) for row in rows):
+        own = [row for row in rows if (row["arch"], row["layers"], row["weights"]) == (arch, layers, weights)]
+        for tokens in sorted({int(row["tokens"]) for row in own}):
+            ms = {row["way"]: float(row["ms"]) for row in own if int(row["tokens"]) == tokens}
+            once = f"{ms['second'] - ms['python']:.0f}" if tokens > 512 else ""
+            cells = [f"{ms['python']:.1f}", f"{ms['captured']:.1f}", f"{ms['gpu']:.1f}", once]
+            lines.append([f"{arch}, {layers} layers, {weights}", f"{tokens:,}", *cells])
+    return markdown(("", "tokens", "from Python", "captured", "GPU alone", "capturing, once"), lines)
 
 
 def rested() -> str:
@@ -242,6 +255,7 @@ def many_tokens() -> str:
 TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": launched}
 TABLES |= {
     "blocks-rested": rested,
+    "captured-prompts": ways,
     "blocks-unpacked": unpacked,
     "blocks-formats": formats,
     "blocks-generated": as_generated,

@@ -31,6 +31,7 @@ PAGES = (
     "docs/experiments/audit.md",
     "docs/experiments/blocks.md",
     "docs/experiments/decode-step.md",
+    "docs/experiments/host-path.md",
     "docs/experiments/joint-search.md",
     "docs/experiments/search.md",
     "docs/experiments/pruning.md",
