@@ -182,6 +182,7 @@ def test_a_compressed_head_is_refused():
         assert config.get_quant_method(torch.nn.Module(), "model.embed_tokens") is None
 
 
+@pytest.mark.usefixtures("group")
 def test_the_attention_is_chosen_once_before_any_layer_s_even_if_the_first_layers_are_dense(monkeypatch):
     from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -405,6 +406,7 @@ def test_dense_copies_count_as_memory(tmp_path: Path, monkeypatch: pytest.Monkey
         ("uva", "packed layers stay on the GPU: serve without --cpu-offload-gb"),
         ("prefetch", "packed layers stay on the GPU: serve without --cpu-offload-gb"),
         ("invariant", "VLLM_BATCH_INVARIANT=1: packed matmuls"),
+        ("mistyped", "semisparse_fusoin is unknown, expected semisparse_attention, semisparse_fusion"),
     ],
 )
 def test_options_that_packed_layers_do_not_follow_are_refused_before_weights_are_loaded(
@@ -421,6 +423,8 @@ def test_options_that_packed_layers_do_not_follow_are_refused_before_weights_are
         config.offload_config.uva.cpu_offload_gb = 1
     elif option == "prefetch":
         config.offload_config.prefetch.offload_group_size = 2
+    elif option == "mistyped":
+        config.additional_config = {"semisparse_fusoin": False, "another plugin's": 1}
     elif option == "invariant":
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         monkeypatch.setattr("semisparse.integrations.vllm.settings.current_platform", gpu_with(10**9))

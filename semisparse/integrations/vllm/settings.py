@@ -10,6 +10,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from semisparse.checkpoint import METHOD
 from semisparse.errors import InputError
 
 FUSION = "semisparse_fusion"
@@ -34,6 +35,11 @@ def refuse_options(vllm_config: VllmConfig) -> None:
         InputError: one of them is set.
     """
     offload, load_format = vllm_config.offload_config, vllm_config.load_config.load_format
+    known = (ATTENTION, FUSION, KEEP_DENSE)
+    additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    unknown = [name for name in additional if name.startswith(METHOD) and name not in known]
+    if unknown:
+        raise InputError(f"--additional-config: {', '.join(unknown)} is unknown, expected {', '.join(known)}")
     if vllm_config.lora_config is not None:
         raise InputError(
             "LoRA on packed layers is not supported: serve without --enable-lora, or merge the adapter into the dense "
