@@ -155,7 +155,7 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     folder, log = folder_of(entry, args), Path(args.scratch) / f"{entry.name}.log"
     if entry.serves:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
-    profiles = entry.is_among(args.profile) and entry.model == "llama2-7b"
+    profiles = entry.is_among(args.profile)
     is_brief = entry.is_among(args.brief)
     is_whole = entry.variant in WHOLE and not is_brief and not entry.is_among(args.steps)
     requests = args.requests if is_whole else 0
