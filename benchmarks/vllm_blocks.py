@@ -3,6 +3,7 @@
     python benchmarks/vllm_blocks.py results/h200/vllm-blocks.csv --columns dense,fp8,bitmask --compiled dense,bitmask
 
 Engines start one after another, alone on the GPU: vLLM measures what loading and a step of the most tokens leave free.
+Kernels are compiled beforehand, for all columns side by side.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_checkpoints import MODELS, RIVALS
+from vllm_checkpoints import COLUMNS, MODELS, RIVALS, config_of, packed_of, shapes_of
 from vllm_engine import weight_bytes
 from vllm_process import Child, Turn
 from vllm_speed import Entry, add, folder_of, inspect_model, run_engines, write_checkpoint
 
 WAIT_S = 150
 """Longest that an engine may take to start, or a checkpoint to be written."""
+
+TOKENS = 16384
+"""Per step, the default of ``vllm.LLM`` on a GPU of at least 70 GiB."""
+
+FREED_S, LEFT_BYTES = 15, 2 << 30
+"""Longest that an engine waits until the one before it has left the GPU, and what may be in use then."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +59,43 @@ class BlockRow:
     software: str
 
 
+def write_and_compile(turn: Turn, entry: Entry, args: Namespace) -> None:
+    """Write an entry's checkpoint, and compile the kernels of its matmuls into the cache on disk."""
+    import torch
+
+    from semisparse.nn import StackedLinear
+
+    write_checkpoint(turn, entry, args)
+    if entry.stored in COLUMNS and torch.cuda.is_available():
+        packed = packed_of(config_of(entry.model, args.layers), entry.stored, torch.device("cuda"))
+        shapes = shapes_of(config_of(entry.model, args.layers))
+        for fused in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+            weights = [packed[shape] for name, shape in shapes.items() if name.endswith(fused)]
+            StackedLinear(weights).prepare(TOKENS, torch.bfloat16)
+    turn.say("compiled")
+
+
+def wait_for_memory() -> None:
+    """Wait until the engine before this one has left the GPU; this process does not initialise CUDA."""
+    from vllm.platforms import current_platform
+    from vllm.third_party import pynvml
+
+    if not current_platform.is_cuda():
+        return
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(current_platform.device_id_to_physical_device_id(0))
+    deadline = time.monotonic() + FREED_S
+    while pynvml.nvmlDeviceGetMemoryInfo(handle).used > LEFT_BYTES and time.monotonic() < deadline:
+        time.sleep(0.1)
+    print(f"{pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30:.2f} GiB in use")
+
+
 def count_blocks(turn: Turn, folder: Path, settings: dict[str, Any], names: dict[str, str]) -> None:
     """Start an engine, and send its row."""
     import torch
     import vllm
 
+    wait_for_memory()
     started = time.perf_counter()
     engine = vllm.LLM(str(folder), skip_tokenizer_init=True, **settings)
     start_s = time.perf_counter() - started
@@ -85,10 +124,10 @@ def run(args: Namespace) -> None:
         if model in {entry.model for entry in entries.values()}
     ]
     writers = [
-        Child(f"checkpoint {entry.name}", scratch / f"write-{entry.name}.log", write_checkpoint, entry, args)
+        Child(f"checkpoint {entry.name}", scratch / f"write-{entry.name}.log", write_and_compile, entry, args)
         for entry in entries.values()
     ]
-    for last, children in (("inspected", others), ("written", writers)):
+    for last, children in (("inspected", others), ("compiled", writers)):
         for child in children:
             child.messages(last, WAIT_S)
             child.end(20)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from semisparse.bench.roofline import random_weight
 from semisparse.checkpoint import METHOD
-from semisparse.formats.base import get_format
+from semisparse.formats.base import Packed, get_format
 from semisparse.patterns import parse_pattern
 
 COLUMNS: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -116,15 +116,21 @@ def write_dense(folder: Path, config: PreTrainedConfig, block: Mapping[str, Any]
     return folder
 
 
+def packed_of(config: PreTrainedConfig, column: str, device: torch.device) -> dict[tuple[int, int], Packed]:
+    """Return a random packed weight for each shape, packed on a device."""
+    name, written, options = COLUMNS[column]
+    pattern = parse_pattern(written)
+    return {
+        shape: get_format(name).pack(random_weight(pattern, *shape, torch.bfloat16, device), pattern, **options)
+        for shape in set(shapes_of(config).values())
+    }
+
+
 def write_ours(folder: Path, config: PreTrainedConfig, column: str) -> Path:
     """Write a checkpoint with random weights, packed on a GPU if there is one. Layers of one shape have one weight."""
-    name, written, options = COLUMNS[column]
-    pattern, device = parse_pattern(written), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes, hidden = shapes_of(config), config.hidden_size
-    packed = {}
-    for shape in set(shapes.values()):
-        weight = random_weight(pattern, *shape, torch.bfloat16, device)
-        packed[shape] = get_format(name).pack(weight, pattern, **options).to("cpu")
+    packed = {shape: weight.to("cpu") for shape, weight in packed_of(config, column, device).items()}
     entries = {}
     for layer in range(config.num_hidden_layers):
         prefix, tensors = f"model.layers.{layer}", {}

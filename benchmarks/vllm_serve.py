@@ -98,16 +98,26 @@ def run_server(turn: Turn, folder: Path, settings: dict[str, Any], cache: Any, p
 
 
 def measure_server(turn: Turn, folder: Path, port: int, rate: int, requests: int) -> None:
-    """Send what ``vllm bench serve`` measures at one rate to the parent, as the fields of `ServeRow`."""
+    """Send what ``vllm bench serve`` measures at one rate to the parent, as the fields of `ServeRow`.
+
+    It starts side by side with others, and waits for its turn when only the requests are left to be sent.
+    """
     import torch
     import vllm
     from vllm.benchmarks import serve as bench
     from vllm.benchmarks.datasets import SampleRequest
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     drawn = requests_of(chat_lengths(MEAN_PROMPT, 1, requests), chat_lengths(MEAN_OUTPUT, 2, requests))
     samples = [SampleRequest(r.prompt["prompt_token_ids"], r.prompt_len, r.expected_output_len) for r in drawn]
-    bench.get_samples = lambda *_: samples
+
+    def samples_in_turn(*_: Any) -> list[Any]:
+        turn.say("prepared")
+        turn.wait()
+        return samples
+
+    bench.get_samples = samples_in_turn
     parser = FlexibleArgumentParser()
     bench.add_cli_args(parser)
     given = {"model": folder, "port": port, "request-rate": rate, "num-prompts": requests, "dataset-name": "sharegpt"}
@@ -120,7 +130,7 @@ def measure_server(turn: Turn, folder: Path, port: int, rate: int, requests: int
         {
             "requests": int(found["completed"]),
             **{field: round(float(found[name]), 2) for field, name in zip(fields, names, strict=True)},
-            "machine": torch.cuda.get_device_name(),
+            "machine": current_platform.get_device_name(),
             "software": f"vllm {vllm.__version__}, torch {torch.__version__}",
         },
     )

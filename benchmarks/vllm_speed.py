@@ -31,8 +31,8 @@ from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, BusyRow, ProfileRow, R
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
-WAIT_S = {"written": 90, "done": 120}
-"""Longest that a checkpoint may be written, and that an engine may measure."""
+WAIT_S = {"written": 90, "prepared": 30, "done": 120}
+"""Longest that a checkpoint may be written, that a client may start, and that an engine may measure."""
 
 SERVERS_WAIT_S = 35
 """By how much servers start after engines: those of one column find most of what it has compiled."""
@@ -155,7 +155,7 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     folder, log = folder_of(entry, args), Path(args.scratch) / f"{entry.name}.log"
     if entry.serves:
         return Child(entry.name, log, run_server, folder, settings_of(entry, args), cache, port)
-    profiles = entry.is_among(args.profile) and entry.model == "llama2-7b"
+    profiles = entry.is_among(args.profile)
     is_brief = entry.is_among(args.brief)
     is_whole = entry.variant in WHOLE and not is_brief and not entry.is_among(args.steps)
     requests = args.requests if is_whole else 0
@@ -164,8 +164,8 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     return Child(entry.name, log, measure_engine, *engine, requests, profiles, batches, busy)
 
 
-def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> None:
-    """Measure a server at one rate, and write the row.
+def start_client(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> Child:
+    """Start the process that measures a server at one rate; it waits before it sends requests.
 
     Args:
         child: the server.
@@ -176,10 +176,22 @@ def measure_rate(child: Child, entry: Entry, port: int, pair: str, args: Namespa
     """
     rate, requests = map(int, pair.split("x"))
     log = child.log.with_suffix(f".{pair}.log")
-    client = Child(f"{entry.name} {pair}", log, measure_server, folder_of(entry, args), port, rate, requests)
+    return Child(f"{entry.name} {pair}", log, measure_server, folder_of(entry, args), port, rate, requests)
+
+
+def measure_rate(client: Child, entry: Entry, pair: str, args: Namespace) -> None:
+    """Let a client measure, and write the row.
+
+    Args:
+        client: from `start_client`.
+        entry: what its server serves.
+        pair: as there.
+        args: the command line.
+    """
+    client.go()
     found = client.messages("done", WAIT_S["done"])
     if found is not None:
-        row = {"model": entry.model, "weights": entry.column, "rate": rate, **found["done"]}
+        row = {"model": entry.model, "weights": entry.column, "rate": int(pair.partition("x")[0]), **found["done"]}
         add(args.out.with_name("vllm-serve.csv"), ServeRow, [row])
     client.end()
 
@@ -251,15 +263,22 @@ def start_group(
 def measure_group(ready: list[tuple[Child, Entry, int]], args: Namespace) -> None:
     """Measure a group's processes in their order: servers at the first rate; at the other rates after all else."""
     first, *others = args.rates.split(",")
-    for child, entry, port in ready:
+    servers = [started for started in ready if started[1].serves]
+    clients = {
+        (entry, pair): start_client(child, entry, port, pair, args)
+        for child, entry, port in servers
+        for pair in (first, *others)
+    }
+    for client in clients.values():
+        client.messages("prepared", WAIT_S["prepared"])
+    for child, entry, _ in ready:
         if entry.serves:
-            measure_rate(child, entry, port, first, args)
+            measure_rate(clients[entry, first], entry, first, args)
         else:
             measure_offline(child, entry, args)
     for pair in others:
-        for child, entry, port in ready:
-            if entry.serves:
-                measure_rate(child, entry, port, pair, args)
+        for _, entry, _ in servers:
+            measure_rate(clients[entry, pair], entry, pair, args)
     for child, _, _ in ready:
         child.end()
 

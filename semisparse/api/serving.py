@@ -43,7 +43,7 @@ def check_gpu(description: Mapping[str, Any], arguments: Sequence[str]) -> None:
     if share > gpu.memory_bytes:
         raise InputError(
             f"the compressed layers take {share / 1e9:.1f} GB on each of {ranks} GPUs, and {gpu.name} has "
-            f"{gpu.memory_bytes / 1e9:.1f} GB: serve them on more GPUs (-- --tensor-parallel-size N) or on larger ones"
+            f"{gpu.memory_bytes / 1e9:.1f} GB: serve them on more GPUs (--tensor-parallel-size N) or on larger ones"
         )
 
 

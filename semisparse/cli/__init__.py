@@ -62,7 +62,7 @@ app.command("compress")(compress.compress)
 app.command("frontier")(frontier.frontier)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
-app.command("serve")(serve.serve)
+app.command("serve", context_settings={"ignore_unknown_options": True})(serve.serve)  # they are the server's
 app.command("export")(export.export)
 app.command("warm")(warm.warm)
 app.command("inspect")(inspect.inspect)

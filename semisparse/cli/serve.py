@@ -27,18 +27,20 @@ TRANSFORMERS = (sys.executable, "-c", _REGISTERED, "serve")
 
 def serve(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Options for the server, after `--`.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Options for the server, after the directory.")] = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port that the server listens on.")] = 8000,
 ) -> None:
     """Serve a model over HTTP: by vLLM where it is installed and a GPU is there, else by transformers' own server.
 
-    Says which, and prints an example request. Arguments after `--` are passed on to the server.
+    Says which, and prints an example request. All other options are passed on to the server.
 
-    Example: `semisparse serve out -- --max-model-len 4096`
+    Example: `semisparse serve out --max-model-len 4096`
     """
     from semisparse.api import inspect_directory
     from semisparse.api.serving import check_cuts, check_gpu
 
+    if str(model).startswith("-"):
+        raise InputError(f"give the model directory first, and options for the server, such as {model}, after it")
     if not (model / "config.json").is_file():
         raise InputError(f"{model} is no model directory: it has no config.json")
     # A server would refuse a corrupted model or a GPU that is too small only after a minute, with a page of traceback.

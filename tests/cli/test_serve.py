@@ -24,10 +24,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_the_directory_port_and_further_arguments_are_passed_on(run, started, compressed: Path):
-    outcome = run("serve", compressed, "--port", 81, "--", "--max-model-len", 64)
+@pytest.mark.parametrize(
+    "written",
+    [
+        ("--port", 81, "--", "--max-model-len", 64, "-tp", 2),
+        ("--port", 81, "--max-model-len", 64, "-tp", 2),
+        ("--max-model-len", 64, "--port", 81, "-tp", 2),
+    ],
+)
+def test_the_directory_port_and_further_arguments_are_passed_on(run, started, compressed: Path, written):
+    outcome = run("serve", compressed, *written)
     assert outcome.status == 0
-    assert started == [["program", "serve", str(compressed), "--port", "81", "--max-model-len", "64"]]
+    assert started == [["program", "serve", str(compressed), "--port", "81", "--max-model-len", "64", "-tp", "2"]]
     assert "by some server" in outcome.err
     assert "curl http://localhost:81/v1/completions" in outcome.err
     assert f'-d \'{{"model": "{compressed}", "prompt": "Hello", "max_tokens": 32}}\'' in outcome.err
@@ -101,6 +109,13 @@ def test_vllm_serves_where_it_is_installed_and_a_gpu_is_there(monkeypatch, vllm,
     name, command = serve._server()
     assert name == says
     assert command == (serve.VLLM if says == "vLLM" else serve.TRANSFORMERS)
+
+
+def test_an_option_before_the_directory_is_refused(run, started, compressed: Path):
+    outcome = run("serve", "--max-model-len", 64, compressed)
+    assert outcome.status == 2
+    assert not started
+    assert "give the model directory first" in outcome.err
 
 
 def test_a_folder_without_a_model_is_refused(run, started, tmp_path: Path):

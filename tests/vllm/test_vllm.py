@@ -182,6 +182,7 @@ def test_a_compressed_head_is_refused():
         assert config.get_quant_method(torch.nn.Module(), "model.embed_tokens") is None
 
 
+@pytest.mark.usefixtures("group")
 def test_the_attention_is_chosen_once_before_any_layer_s_even_if_the_first_layers_are_dense(monkeypatch):
     from vllm.config import VllmConfig, set_current_vllm_config
 
@@ -396,15 +397,53 @@ def test_dense_copies_count_as_memory(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("group")
-def test_lora_is_refused_before_weights_are_loaded(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("lora", "serve without --enable-lora, or merge"),
+        ("dummy", "--load-format dummy: packed layers are loaded from the tensors"),
+        ("sharded_state", "--load-format sharded_state: packed layers"),
+        ("uva", "packed layers stay on the GPU: serve without --cpu-offload-gb"),
+        ("prefetch", "packed layers stay on the GPU: serve without --cpu-offload-gb"),
+        ("invariant", "VLLM_BATCH_INVARIANT=1: packed matmuls"),
+        ("mistyped", "semisparse_fusoin is unknown, expected semisparse_attention, semisparse_fusion"),
+    ],
+)
+def test_options_that_packed_layers_do_not_follow_are_refused_before_weights_are_loaded(
+    option: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+):
     from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
 
     from semisparse.integrations.vllm import SemisparseVllmConfig
 
     config = VllmConfig()
-    config.lora_config = LoRAConfig(max_lora_rank=16, max_loras=1)
-    with set_current_vllm_config(config), pytest.raises(InputError, match=r"serve without --enable-lora, or merge"):
+    if option == "lora":
+        config.lora_config = LoRAConfig(max_lora_rank=16, max_loras=1)
+    elif option == "uva":
+        config.offload_config.uva.cpu_offload_gb = 1
+    elif option == "prefetch":
+        config.offload_config.prefetch.offload_group_size = 2
+    elif option == "mistyped":
+        config.additional_config = {"semisparse_fusoin": False, "another plugin's": 1}
+    elif option == "invariant":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        monkeypatch.setattr("semisparse.integrations.vllm.settings.current_platform", gpu_with(10**9))
+    else:
+        config.load_config.load_format = option
+    with set_current_vllm_config(config), pytest.raises(InputError, match=sentence):
         SemisparseVllmConfig({})._checked_tokens()
+
+
+@pytest.mark.usefixtures("group")
+def test_weights_are_not_loaded_a_second_time(tmp_path: Path):
+    """vLLM reloads them after its deeper sleep, and where a trainer sends new ones."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    directory = write(SERVED["bitmask-32:64"], tmp_path / "model")
+    model = ranks.load(directory)
+    initialize_layerwise_reload(model)
+    with pytest.raises(InputError, match=r"model\.layers\.0\..*cannot be loaded again into a running vLLM"):
+        model.load_weights(load_file(directory / "model.safetensors").items())
 
 
 @pytest.mark.usefixtures("group")

@@ -20,7 +20,7 @@ from semisparse.integrations.vllm.attention import choose_attention
 from semisparse.integrations.vllm.experts import SemisparseExpertsMethod, is_of_expert, refusal
 from semisparse.integrations.vllm.fusion import install_fusion
 from semisparse.integrations.vllm.linear import SemisparseLinearMethod
-from semisparse.integrations.vllm.settings import KEEP_DENSE, layers_with_copies
+from semisparse.integrations.vllm.settings import KEEP_DENSE, layers_with_copies, refuse_options
 
 
 class SemisparseVllmConfig(QuantizationConfig):
@@ -72,7 +72,7 @@ class SemisparseVllmConfig(QuantizationConfig):
 
         Raises:
             InputError: a layer that is neither linear nor experts is compressed; only some weights of a fused layer
-                are; experts cannot be served here; LoRA is asked for; or the compressed layers do not fit the GPU.
+                are; experts cannot be served here; an option is refused; or the compressed layers do not fit the GPU.
         """
         self._choose_attention()
         if isinstance(layer, RoutedExperts):
@@ -126,11 +126,7 @@ class SemisparseVllmConfig(QuantizationConfig):
         """
         vllm_config = get_current_vllm_config()
         if not self._fits:
-            if vllm_config.lora_config is not None:
-                raise InputError(
-                    "LoRA on packed layers is not supported: serve without --enable-lora, or merge the adapter into "
-                    "the dense model before it is compressed"
-                )
+            refuse_options(vllm_config)
             self._copied = layers_with_copies(vllm_config, [name for name in self.layers if not is_of_expert(name)])
             self._check_memory(vllm_config)
             self._fuses = install_fusion(vllm_config, {layer.spec.format for layer in self.layers.values()})

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from semisparse.checkpoint import packed_from_tensors
 from semisparse.errors import CheckpointError, InputError, KernelError
+from semisparse.integrations.vllm.settings import RELOADED
 from semisparse.nn.stacked_experts import prepare_stacked_experts, stack_experts
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
         self.by_name: list[nn.Module] = []  # whose parameters only give vLLM the tensors' names
         self._loaded: dict[str, dict[str, Tensor]] = {name: {} for name in layers}  # tensors of incomplete weights
         self._packed: dict[str, Packed] = {}
+        self._is_loaded = False
         expected = {f"{index}.{name}" for index in range(self._count) for name in LAYERS}
         if missing := sorted(expected - layers.keys()):
             raise InputError(
@@ -98,7 +100,10 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
             The names.
         Raises:
             CheckpointError: a tensor has an unknown name, or a weight fails validation.
+            InputError: all weights have been loaded before.
         """
+        if self._is_loaded:
+            raise InputError(f"{self._prefix}: {RELOADED}")
         for name, tensor in weights:
             match = TENSOR.fullmatch(name)
             declared = None if match is None else self.declared.get(match["layer"])
@@ -119,6 +124,7 @@ class SemisparseExpertsMethod(FusedMoEMethodBase):
             CheckpointError: the checkpoint lacks tensors of an expert.
             KernelError: no kernel computes the experts together.
         """
+        self._is_loaded = True
         for named in self.by_name:  # their modules stay: vLLM goes through all modules at this moment
             named._parameters.clear()
         self.by_name = []

@@ -7,8 +7,7 @@ loader as if they were weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from semisparse.checkpoint import packed_from_tensors
 from semisparse.errors import CheckpointError, FormatError, InputError
+from semisparse.integrations.vllm.settings import RELOADED
 from semisparse.nn import StackedLinear, check_slice, slice_weight
 from semisparse.nn.fused_linear import ADDED, GATED, NORMED
 
@@ -82,7 +82,7 @@ class SemisparseLinearMethod(LinearMethodBase):
             self._parts.append(parts)
         for name, tensor in {n: t for declared in self._declared for n, t in declared.tensors.items()}.items():
             parameter = nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
-            parameter.weight_loader = partial(self._load, layer, name)  # type: ignore[attr-defined]
+            parameter.weight_loader = self._loader(layer, name)  # type: ignore[attr-defined]
             layer.register_parameter(name, parameter)
 
     def _shard_id(self, layer: Any, index: int) -> ShardId:
@@ -90,6 +90,14 @@ class SemisparseLinearMethod(LinearMethodBase):
         if len(self._names) == 1:
             return None
         return QKV[index] if isinstance(layer, QKVParallelLinear) else index
+
+    def _loader(self, layer: Any, name: str) -> Callable[..., None]:
+        """Return `_load` for one tensor of a layer: a function with a name, by which vLLM knows loaders."""
+
+        def load(parameter: nn.Parameter, tensor: Tensor, shard_id: ShardId = None) -> None:
+            self._load(layer, name, parameter, tensor, shard_id)
+
+        return load
 
     def _load(self, layer: Any, name: str, parameter: nn.Parameter, tensor: Tensor, shard_id: ShardId = None) -> None:
         """Load one tensor. When all tensors of a weight are loaded, validate it and keep only this rank's shard.
@@ -102,7 +110,10 @@ class SemisparseLinearMethod(LinearMethodBase):
             shard_id: which weight of a fused layer it belongs to; None if the layer is not fused.
         Raises:
             CheckpointError: the weight fails validation.
+            InputError: all weights have been loaded before.
         """
+        if hasattr(layer, "stacked"):
+            raise InputError(f"{self._names[0]}: {RELOADED}")
         index = QKV.index(shard_id) if isinstance(shard_id, str) else shard_id or 0
         loaded, declared = self._loaded[index], self._declared[index]
         loaded[name] = tensor.to(parameter.device)  # validated and sliced on that device

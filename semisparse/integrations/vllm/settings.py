@@ -1,4 +1,4 @@
-"""What a user sets for the adapter in vLLM's ``--additional-config``."""
+"""What a user sets for the adapter in vLLM's ``--additional-config``, and options of vLLM that it cannot serve."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
+from semisparse.checkpoint import METHOD
 from semisparse.errors import InputError
 
 FUSION = "semisparse_fusion"
@@ -18,6 +21,44 @@ ATTENTION = "semisparse_attention"
 
 KEEP_DENSE = "semisparse_keep_dense"
 """Glob patterns of the checkpoint's layers that get dense copies, such as ``["*.down_proj"]`` or ``["*"]``."""
+
+RELOADED = (
+    "packed weights cannot be loaded again into a running vLLM, whose CUDA graphs read the first ones: start it anew"
+)
+"""What is said of a layer whose weights vLLM loads again, after its deeper sleep or for a trainer."""
+
+
+def refuse_options(vllm_config: VllmConfig) -> None:
+    """Refuse options of vLLM that packed layers do not follow, before anything is allocated.
+
+    Raises:
+        InputError: one of them is set.
+    """
+    offload, load_format = vllm_config.offload_config, vllm_config.load_config.load_format
+    known = (ATTENTION, FUSION, KEEP_DENSE)
+    additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    unknown = [name for name in additional if name.startswith(METHOD) and name not in known]
+    if unknown:
+        raise InputError(f"--additional-config: {', '.join(unknown)} is unknown, expected {', '.join(known)}")
+    if vllm_config.lora_config is not None:
+        raise InputError(
+            "LoRA on packed layers is not supported: serve without --enable-lora, or merge the adapter into the dense "
+            "model before it is compressed"
+        )
+    if load_format in ("dummy", "sharded_state"):
+        raise InputError(
+            f"--load-format {load_format}: packed layers are loaded from the tensors of a compressed directory only: "
+            "serve without this option"
+        )
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        raise InputError(
+            "packed layers stay on the GPU: serve without --cpu-offload-gb and --offload-group-size, or on more GPUs "
+            "(--tensor-parallel-size)"
+        )
+    if envs.VLLM_BATCH_INVARIANT and current_platform.is_cuda():
+        raise InputError(
+            "VLLM_BATCH_INVARIANT=1: packed matmuls of other numbers of tokens sum in another order; unset it"
+        )
 
 
 def wants(vllm_config: VllmConfig, name: str, default: bool) -> bool:
