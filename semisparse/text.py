@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from semisparse.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def token_chunks(
@@ -19,6 +21,7 @@ def token_chunks(
     A ``.jsonl`` file (one document per line, under the key ``text``) and a sequence of strings hold documents. Each
     document starts with the tokenizer's BOS, if it has one; a long document is cut into consecutive chunks. Any other
     file is one text: it is tokenised as a whole and cut into chunks of exactly ``seqlen``; the tail is dropped.
+    A byte-order mark is no part of a text. Halves of surrogate pairs, which no tokenizer takes, become U+FFFD.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -53,17 +56,27 @@ def token_chunks(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
     # verbose=False: no warning that the text is longer than the model's context.
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the content of a text file, without a byte-order mark.
+
+    Raises:
+        InputError: the file cannot be read, or is not UTF-8.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read(path: Path) -> str:
+    text = read_text(path)
     if not text.strip():
         raise InputError(f"{path} is empty; give a file with text")
     return text
@@ -71,12 +84,12 @@ def _read(path: Path) -> str:
 
 def _documents(path: Path) -> list[str]:
     documents = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):  # splitlines() also cuts at U+2028 within a text
         if not line.strip():
             continue
         try:
             document = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f'{path}, line {number}: expected a JSON object with "text", got {line[:60]!r}') from error
         if not isinstance(document, str):
             raise InputError(f'{path}, line {number}: "text" is {type(document).__name__}, expected a string')

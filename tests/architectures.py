@@ -177,6 +177,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "MiniMax": ("minimax", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ModernBERT decoder": ("modernbert-decoder", {**_NEOX, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}),
     "BERT": (
         "bert",
         {key: _DECODER[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},

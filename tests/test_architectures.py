@@ -58,6 +58,7 @@ LAYERS = {
     "Qwen3-VL": (14, "lm_head model.visual.*"),
     "LFM2": (12, "lm_head"),
     "Bamba": (12, "lm_head"),
+    "ModernBERT decoder": (12, "lm_head.dense decoder"),
     "MiniMax": (23, "lm_head model.layers.?.*.gate"),
     "LLaVA": (14, "lm_head model.vision_tower.* model.multi_modal_projector.*"),
 }

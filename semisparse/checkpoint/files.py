@@ -34,11 +34,31 @@ def require_directory(path: Path) -> None:
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"no model directory at {path}; `hf download NAME --local-dir DIR` fetches one from the Hugging Face Hub"
+            f"no model directory at {path}{', which is a file' if path.is_file() else ''}; `hf download NAME "
+            "--local-dir DIR` fetches one from the Hugging Face Hub"
         )
+    if not (path / "config.json").exists():
+        _explain(path)
     for file in path.iterdir():
         if file.suffix in SUFFIXES and file.exists() and not file.is_file() and not file.is_dir():
             raise CheckpointError(f"{file} is no regular file")
+
+
+def _explain(path: Path) -> None:
+    """Raise an error for a directory without config.json whose kind is known.
+
+    Raises:
+        CheckpointError: says what to give instead.
+    """
+    snapshots = sorted(path.glob("snapshots/*/config.json"))
+    if snapshots:
+        raise CheckpointError(f"{path} is of the Hugging Face cache; the model's directory is {snapshots[-1].parent}")
+    other = sorted(path.glob("*.gguf"))
+    if other:
+        raise CheckpointError(
+            f"{path} holds {other[0].name}, but no config.json; semisparse reads safetensors as transformers writes "
+            "them: load the file with from_pretrained(..., gguf_file=NAME) and save the model with save_pretrained"
+        )
 
 
 def refuse_adapter(path: Path) -> None:

@@ -104,10 +104,9 @@ def generate(
 
 
 def _read_prompts(file: Path) -> list[str]:
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the prompts of {file}: {error}") from error
+    from semisparse.text import read_text
+
+    lines = [line for line in read_text(file).split("\n") if line.strip()]
     if not lines:
         raise InputError(f"{file} holds no prompt: write one per line")
     return lines

@@ -66,11 +66,8 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """
     kind, decoder = type(model).__name__, model.get_decoder() if isinstance(model, PreTrainedModel) else model
     inside = set(decoder.modules())
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and module in inside
-    ]
+    every = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [item for item in every if item[1] in inside] or every  # ModernBERT's get_decoder() returns its head
     if not lists:
         raise InputError(f"{kind} has no list of decoder layers; {SUPPORTED}")
     config: Any = model.config

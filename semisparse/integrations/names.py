@@ -34,12 +34,25 @@ def stored_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
 
 
 def model_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
-    """Return tensors' names in the model, by their names on disk; those that are split or fused are left out."""
+    """Return tensors' names in the model, by their names on disk; those that are split or fused are left out.
+
+    As in transformers' loading, a name that would be renamed to none of the model's stays if it is one of them itself:
+    DeepSeek-V4's conversion renames every ``.norm.``, and its final norm is called so.
+    """
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     renamed = {key: rename_source_key(key, renamings, converters) for key in keys}
-    return {key: name for key, (name, converter) in renamed.items() if converter is None}
+    own = model.state_dict() if renamings or converters else {}
+    prefix = f"{model.base_model_prefix}."
+    found = {}
+    for key, (name, converter) in renamed.items():
+        alike = {name, prefix + name, name.removeprefix(prefix)}
+        if not alike & own.keys() and key in own:
+            found[key] = key
+        elif converter is None:
+            found[key] = name
+    return found
 
 
 def stored_layers(model: PreTrainedModel, layers: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_a_broken_directory_is_refused_with_a_sentence(directory: Path, spoil, s
 def test_a_missing_directory_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no model directory at"):
         open_directory(tmp_path / "nothing")
+
+
+def test_a_file_is_called_one(tmp_path: Path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"no model directory at .*model.safetensors, which is a file"):
+        open_directory(tmp_path / "model.safetensors")
+
+
+def test_a_directory_of_the_hub_s_cache_or_of_gguf_files_is_known(directory: Path, tmp_path: Path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1234"
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(directory, snapshot)
+    with pytest.raises(CheckpointError, match=f"of the Hugging Face cache; the model's directory is {snapshot}"):
+        open_directory(tmp_path / "models--a--b")
+    (tmp_path / "llama.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"holds llama.gguf, but no config.json; .*gguf_file=NAME"):
+        open_directory(tmp_path)
 
 
 def test_a_directory_appears_at_once(tmp_path: Path):

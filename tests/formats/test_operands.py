@@ -127,6 +127,26 @@ def test_a_state_dict_is_checked_before_it_is_taken(name: str, pattern: str, dam
     assert torch.equal(layer(X), before)
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("bitmask", "2:4"),
+        ("dense", "0%"),
+        ("ec_csr", "50%"),
+        ("gqs", "g16@50%"),
+        ("slide24", "2:4"),
+        ("vector_nm", "2:4v1"),
+    ],
+)
+def test_a_weight_whose_values_want_gradients_is_multiplied(name: str, pattern: str):
+    """As in a model of which every parameter in floating point was unfrozen."""
+    layer = SparseLinear(get_format(name).pack(WEIGHT * parse_pattern(pattern).mask(WEIGHT.abs()), pattern))
+    before = layer(X)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    torch.testing.assert_close(layer(X).detach(), before)
+
+
 def test_an_assigned_tensor_keeps_its_dtype_and_is_refused():
     """`load_state_dict` casts what it copies, not what it assigns."""
     layer = SparseLinear(PACKED)

@@ -43,7 +43,7 @@ def gather_and_multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tenso
         [M, N] in x's dtype.
     """
     (m, k), n = x.shape, packed.shape[0]
-    values, columns = packed.tensors["values"], columns_of(packed)
+    values, columns = packed.tensors["values"].detach(), columns_of(packed)  # bmm with out= refuses gradients
     groups, slots, length = values.shape
     x_t = F.pad(x.float(), (0, -k % vectors_of(packed.pattern).window)).T.contiguous()
     y = x_t.new_empty(groups, m, length)
