@@ -45,6 +45,8 @@ RUNS = {
     "profile": ("rheosparse", [], True, None),
     "evolution": ("rheosparse", ["search=evolution"], True, None),
     "dense-w4": ("dense-w4", ["tune=none"], True, None),
+    "gqsa tune=bqpo": ("gqsa", ["tune=bqpo"], True, None),
+    "gqsa": ("gqsa", [], True, None),
     "auto bits=3": ("auto", [], True, {"bits": 3}),
 }
 """Recipe, settings, whether it reads calibration text, and targets."""

@@ -23,7 +23,7 @@ TARGETS = ("2.5", "3.0", "3.5", "4.5", "6")
 
 UNIFORM: dict[str, tuple[str, ...]] = {
     **{f"W{bits} g{size}": (f"dense-w{bits}", f"pattern=g{size}@0%") for bits in (2, 3, 4) for size in (128, 64, 32)},
-    **{f"W4S{percent}": ("gqsa", f"pattern=g16@{percent}%") for percent in (20, 30, 40, 50)},
+    **{f"W4S{percent}": ("gqsa", f"pattern=g16@{percent}%") for percent in range(20, 90, 10)},
     "32:64": ("rheosparse", "pattern=32:64", "search=none"),
     **{f"32:64 W{bits}": ("rheosparse", "pattern=32:64", "search=none", f"quant=w{bits}") for bits in (8, 4)},
     "2:4 W4": ("rheosparse", "pattern=2:4", "search=none", "quant=w4"),

@@ -29,8 +29,14 @@ OLDER = ("1d8873e", "5dbb68c", "62162e8", "62162e8-seven")
 """Builds whose runs differ from today's. Of later ones uniform runs are alike: f34ef2f, 9bc8b6c.. and e192183 give
 stories260k in W2 with groups of 64 the same KL to the last digit."""
 
-MENDED = ("e414cd5", "e0861c5", "7a1517b", "c7d58b9", "fe2d6767", "a0f6062", "dropped-rate")
+MENDED = ("e414cd5", "e0861c5", "7a1517b", "c7d58b9", "fe2d6767", "a0f6062", "dropped-rate", "4ceeb5ff")
 """Builds in which `bqpo` trains scales by the gradient of codes that do not depend on them (tuning.md)."""
+
+FASTER_CODES = ("dropped-rate", "4ceeb5ff")
+"""Builds in which the codes beside many dropped groups train five times faster (tuning.md)."""
+
+MANY_DROPPED = ("W4S40", "W4S50")
+"""Runs that FASTER_CODES changes."""
 
 WITHOUT_CODES = ("32:64", "2:4", "70%", "80%", "90%")
 """Runs that MENDED changes nothing about: they store 16 bits."""
@@ -58,7 +64,8 @@ def _latest(model: str, mended: bool) -> dict[str, dict[Pair, Row]]:
     found: dict[str, dict[Pair, Row]] = {}
     for row in result("joint.csv"):
         base = row["run"].partition("+")[0]
-        own = (row["build"] in MENDED) == mended and row["build"] not in OLDER
+        current = FASTER_CODES if base in MANY_DROPPED else MENDED
+        own = (row["build"] in current) == mended and row["build"] not in OLDER
         if row["model"] == model and (own or base in WITHOUT_CODES):
             found.setdefault(row["run"], {})[row["seed"], row["samples"], row["tokens"]] = row
     return found
@@ -180,7 +187,29 @@ def four_bits() -> str:
     return markdown(("", *columns), lines)
 
 
-SWITCHES = {"submodules": "`tune_units=submodules`", "swaps": "`refine=swaps`"}
+EQUAL_BYTES = (
+    "W2 g64", "W2 g32", "W4S50", "W4S50+e2e", "W4S50+kl", "W3 g128", "32:64 W4", "32:64 W4+kl", "32:64 W4+distil",
+    "2:4 W4", "W4S40", "W3 g64", "W4S30", "W4 g128", "W4 g64", "W4S20", "W4 g32",
+)  # fmt: skip
+"""Runs of joint.csv that take 2.4 to 4.8 bits per weight, dense and sparse."""
+
+
+def equal_bytes() -> str:
+    """KL of tuned low-bit runs by stored bits, each model's bits beside it."""
+    latest = {model: _latest(model, mended=True) for model in MODELS}
+    lines = []
+    for run in EQUAL_BYTES:
+        base, _, change = run.partition("+")
+        cells = [f"{base}, `bqpo{change and '+'}{change}`"]
+        for runs in latest.values():
+            rows = _alike(runs.get(run, {}).values())
+            cells.append(f"{float(rows[0]['bits']):.2f}: {_kl(rows):.4f} ({len(rows)})" if rows else "")
+        if any(cells[1:]):
+            lines.append(cells)
+    return markdown(("", *MODELS), lines)
+
+
+SWITCHES = {"submodules": "`tune_units=submodules`", "swaps": "`refine=swaps`", "onepass": "`refine=none`"}
 """The changes of a run in joint.csv that are switches of pruning and tuning, with their settings."""
 
 
@@ -270,6 +299,7 @@ TABLES = {
     "joint-units": units,
     "four-bits": four_bits,
     "switches": switches,
+    "equal-bytes": equal_bytes,
     "rounding": rounding,
     "mixed-sparsity": mixed,
 }

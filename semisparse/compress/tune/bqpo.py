@@ -29,11 +29,11 @@ less may each of them move."""
 
 
 CODE_RATE = 0.4
-"""Learning rate of the weights of a quantised linear layer, as a fraction of that of others: a code changes by steps of
-its own size (docs/experiments/tuning.md)."""
+"""Learning rate of the weights of a linear layer with at most 4 bits, as a fraction of that of others: a code changes
+by steps of its own size (docs/experiments/tuning.md)."""
 
 DROPPED_CODE_RATE = 2.0
-"""`CODE_RATE` of a layer of whose groups a third and more is dropped: the others make up for them (same page)."""
+"""`CODE_RATE` of a layer of whose groups a quarter and more is dropped: the others make up for them (same page)."""
 
 
 def tune_decoder_layer(
@@ -233,10 +233,10 @@ def trainable_linears(
 
 def _weight_rate(linear: nn.Module, scales: GroupScales | None) -> float:
     """Return the learning rate of a linear layer's weights, as a fraction of the rate that was asked for."""
-    if scales is None:
+    if scales is None or scales.bits == 8:
         return 1.0
     stored = stored_groups(linear.get_parameter("weight").detach(), scales.size)
-    return DROPPED_CODE_RATE if stored.float().mean() <= 2 / 3 else CODE_RATE
+    return DROPPED_CODE_RATE if stored.float().mean() <= 3 / 4 else CODE_RATE
 
 
 def _weight_group(linear: nn.Module, rate: float) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def test_scales_and_zero_points_are_trained_with_the_weights():
     assert is_quantised(layer[0].weight.detach(), new)
 
 
-@pytest.mark.parametrize(("dropped", "rate"), [(0, 0.4), (5, 0.4), (6, 2.0), (8, 2.0)])
+@pytest.mark.parametrize(("dropped", "rate"), [(0, 0.4), (3, 0.4), (4, 2.0), (8, 2.0)])
 def test_codes_move_faster_where_groups_are_dropped(dropped: int, rate: float):
     """Of 16 groups."""
     linear = nn.Linear(8, 8, bias=False)
@@ -204,6 +204,13 @@ def test_codes_move_faster_where_groups_are_dropped(dropped: int, rate: float):
     weight[:dropped] = 0
     linear.weight.data = weight.view(8, 8)
     assert bqpo._weight_rate(linear, scales_of(linear.weight.detach(), 4, 4, torch.float32)) == rate
+
+
+def test_eight_bits_train_like_sixteen():
+    weight = torch.eye(8)
+    linear = nn.Linear(8, 8, bias=False)
+    linear.weight.data = weight
+    assert bqpo._weight_rate(linear, scales_of(weight, 8, 4, torch.float32)) == bqpo._weight_rate(linear, None) == 1
 
 
 def test_nothing_but_the_linear_layers_is_changed():
