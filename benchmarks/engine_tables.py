@@ -70,6 +70,28 @@ def ways() -> str:
     return markdown(("", "tokens", "from Python", "captured", "GPU alone", "capturing, once"), lines)
 
 
+def padding() -> str:
+    """Graphs of padded prompts and of the same without padding."""
+    rows, lines = result("h200/sweeps/captured-prompts-padding.csv"), []
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        own = [row for row in rows if row["weights"] == weights]
+        for tokens in sorted({int(row["tokens"]) for row in own}):
+            ms = {row["way"]: float(row["ms"]) for row in own if int(row["tokens"]) == tokens}
+            share = ms["gpu"] / ms["unpadded"]
+            cells = [f"{ms[way]:.2f}" for way in ("unpadded", "gpu", "captured", "python")]
+            lines.append(
+                [
+                    NAMES[weights],
+                    f"{tokens:,}",
+                    f"{-(-tokens // 128) * 128:,}",
+                    cells[0],
+                    f"{cells[1]} ({share:.2f})",
+                    *cells[2:],
+                ]
+            )
+    return markdown(("", "tokens", "padded to", "GPU, unpadded", "GPU, padded", "captured", "from Python"), lines)
+
+
 def rested() -> str:
     """Captured prompts of 8 blocks by length, each after a pause."""
     return beside_dense(TURNS, "idle", PROMPTS, "tokens, captured, after a pause")
@@ -256,6 +278,7 @@ TABLES = {"blocks-steps": steps, "blocks-prompts": prompts, "blocks-launched": l
 TABLES |= {
     "blocks-rested": rested,
     "captured-prompts": ways,
+    "captured-padding": padding,
     "blocks-unpacked": unpacked,
     "blocks-formats": formats,
     "blocks-generated": as_generated,

@@ -25,7 +25,7 @@ captured (dense) and 4.5 instead of 15.1 (int8), 4,096 only 3 to 20 % less (H200
 
 GRAIN = 128
 """A batch of more than `SHORT_TOKENS` is padded to a multiple of about so many tokens; tiles of GEMMs have 128 or more.
-1,025 tokens of a 1B model, padded to 1,152, take 4.7 ms, 1,024 take 4.1."""
+Where the GPU decides, it costs up to 7 % (1,025 tokens), most often 1 % (H200, sweeps/captured-prompts-padding.csv)."""
 
 MAX_GRAPHS = 64
 """Most graphs that are kept; the one that was used longest ago is dropped."""
