@@ -219,7 +219,8 @@ def write_offline(found: dict[str, Any], entry: Entry, args: Namespace) -> None:
     if rows:
         add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
     if "busy" in found:
-        add(args.out.with_name("vllm-busy.csv"), BusyRow, [{**same, "cache_gib": args.cache, **found.pop("busy")}])
+        shares = [{**same, "cache_gib": args.cache, **share} for share in found.pop("busy")]
+        add(args.out.with_name("vllm-busy.csv"), BusyRow, shares)
     if "row" in found:
         layers = config_of(entry.model, args.layers).num_hidden_layers
         values = {name: value for name, value in found.items() if name not in ("row", "done")}
@@ -336,7 +337,9 @@ def main() -> None:
     parser.add_argument("--brief", default="", help="columns, or MODEL/COLUMN, of one sequence alone")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
-    parser.add_argument("--busy", default="", help="columns whose throughput is profiled, to vllm-busy.csv")
+    parser.add_argument(
+        "--busy", default="", help="columns whose prompts and throughput are profiled, to vllm-busy.csv"
+    )
     parser.add_argument("--ready", type=float, default=200, help="seconds until a group must have started")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
     parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")
