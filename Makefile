@@ -83,12 +83,17 @@ vllm := VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 test-vllm-gpu:
 	$(vllm) OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 $(VLLM_PYTHON) -m pytest -n 8 -rA tests/vllm/test_gpu.py tests/vllm/test_two_gpus.py
 
-# Thirteen engines start side by side, then eight processes, four of them servers, then two: 16 cores, one H200, 12 minutes. Rows are
-# added to vllm.csv, vllm-serve.csv and vllm-kernels.csv.
+# Thirteen engines start side by side, then eight processes, four of them servers, then two, then thirteen, nine of them servers: 16
+# cores, one H200, 18 minutes. Rows are added to vllm.csv, vllm-busy.csv, vllm-serve.csv and vllm-kernels.csv.
 bench-vllm:
 	$(vllm) OMP_NUM_THREADS=2 $(VLLM_PYTHON) benchmarks/vllm_speed.py $(OUT)/vllm.csv --cache 32 \
-		--profile dense,bitmask-unfused,gqs-w4s50-unfused,bitmask,gqs-w4s50 --entries $(vllm_first)+$(vllm_then)+$(vllm_copies)
+		--profile dense,bitmask-unfused,gqs-w4s50-unfused,bitmask,gqs-w4s50 --entries $(vllm_first)+$(vllm_then)+$(vllm_copies)+$(vllm_small) \
+		--busy $(subst $(empty) ,$(comma),$(addprefix qwen2.5-1.5b/,dense bitmask gqs-w4s50 $(vllm_rest)))
+comma := ,
 vllm_qwen := qwen2.5-1.5b/dense,qwen2.5-1.5b/int4,qwen2.5-1.5b/bitmask,qwen2.5-1.5b/gqs-w4s50
+vllm_rest := slide24-2:4-int8 bitmask-w4 vector_nm slide24-6:8-int8
+vllm_small := $(subst $(empty) ,$(comma),$(addprefix qwen2.5-1.5b/,$(vllm_rest) fp8 \
+	$(addsuffix @serve,dense bitmask gqs-w4s50 fp8 int4 $(vllm_rest))))
 vllm_first := dense,bitmask,gqs-w4s50,int4,fp8,slide24-2:4-int8,bitmask-unfused,gqs-w4s50-unfused,gqs-w4s50-unfused-few-splits,$(vllm_qwen)
 vllm_copies := bitmask-keep-dense,qwen2.5-1.5b/bitmask-keep-dense
 vllm_then := dense@serve,int4@serve,bitmask@serve,gqs-w4s50@serve,bitmask-w4,slide24-6:8-int8,vector_nm,gqs-dense-w4

@@ -147,7 +147,8 @@ class BusyRow:
     Args:
         model: as in `Row`.
         weights: as in `Row`.
-        requests: at once, those of the throughput.
+        requests: at once, those of the throughput or `LONG_PROMPTS` with one token out each.
+        prompt_tokens: of these.
         output_tokens: of these.
         busy_s: seconds in which the GPU ran any kernel or copy for them, by torch's profiler.
         kernels: kernels and copies.
@@ -159,6 +160,7 @@ class BusyRow:
     model: str
     weights: str
     requests: int
+    prompt_tokens: int
     output_tokens: int
     busy_s: float
     kernels: int
@@ -271,6 +273,20 @@ def _union(spans: list[tuple[int, int]]) -> tuple[float, int]:
     return busy * 1e-9, len(spans)
 
 
+def busy_share(engine: Any, model: str, prompts: list[int], outputs: list[int]) -> dict[str, Any]:
+    """Return the fields of `BusyRow` for requests of these lengths."""
+    engine.collective_rpc(_start_profiler)
+    throughput_seconds(prompts, outputs, model)
+    seconds, kernels = engine.collective_rpc(_stop_busy)[0]
+    return {
+        "requests": len(prompts),
+        "prompt_tokens": sum(prompts),
+        "output_tokens": sum(outputs),
+        "busy_s": round(seconds, 3),
+        "kernels": kernels,
+    }
+
+
 def _profiled(engine: Any, prompt: list[int], tokens: int) -> tuple[Counter[str], Counter[str]]:
     """Return launches and microseconds per kernel while one sequence is generated."""
     from vllm import SamplingParams
@@ -326,7 +342,7 @@ def measure_engine(
         requests: of the throughput; 0: neither prompts nor throughput are measured.
         profiles: whether a decode step is profiled.
         batches: numbers of sequences, beside one, of which decode steps are timed.
-        busy: requests of a throughput of which the GPU's share is measured; 0: it is not.
+        busy: requests of a throughput of which the GPU's share is measured, and that of long prompts; 0: it is not.
     """
     turn.wait()
     import torch
@@ -363,10 +379,9 @@ def measure_engine(
     if profiles:
         turn.say("profile", [asdict(each) for each in profile_step(engine)])
     if busy:
-        engine.collective_rpc(_start_profiler)
-        outputs = chat_lengths(MEAN_OUTPUT, 2, busy)
-        throughput_seconds(chat_lengths(MEAN_PROMPT, 1, busy), outputs, model)
-        seconds, kernels = engine.collective_rpc(_stop_busy)[0]
-        found = {"requests": busy, "output_tokens": sum(outputs), "busy_s": round(seconds, 3), "kernels": kernels}
-        turn.say("busy", {**found, "software": row["software"], "machine": row["machine"]})
+        prompts = [LONG_PROMPT] * LONG_PROMPTS, [1] * LONG_PROMPTS
+        throughput_seconds(*prompts, model)  # what is loaded or compiled at its first use is not measured
+        chats = chat_lengths(MEAN_PROMPT, 1, busy), chat_lengths(MEAN_OUTPUT, 2, busy)
+        versions = {"software": row["software"], "machine": row["machine"]}
+        turn.say("busy", [{**busy_share(engine, model, *lengths), **versions} for lengths in (prompts, chats)])
     turn.say("done")

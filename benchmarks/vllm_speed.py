@@ -6,8 +6,8 @@ An entry is a way to store the weights, of llama2-7b unless a model is named bef
 it: `vllm bench latency` and `vllm bench throughput` on one engine; with ``@serve``, `vllm bench serve` at several rates
 on one server (to vllm-serve.csv beside the given file). Entries joined by commas start side by side and are then
 measured one after another; `+` begins the next group. All share one KV cache (`vllm_cache.py`). A column with an ending
-of `VARIANTS` that is not in `WHOLE` is measured with batches alone: prompts and throughput do not change. Servers start
-later than engines, and find what these have compiled.
+of `VARIANTS` that is not in `WHOLE` is measured with batches alone: prompts and throughput do not change. A server
+starts later than an engine of its column, and finds what this has compiled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAIT_S = {"written": 90, "prepared": 30, "done": 120}
 """Longest that a checkpoint may be written, that a client may start, and that an engine may measure."""
 
 SERVERS_WAIT_S = 35
-"""By how much servers start after engines: those of one column find most of what it has compiled."""
+"""By how much servers start after an engine of one of their columns: they find most of what it has compiled."""
 
 FIRST_PORT = 8100
 
@@ -219,7 +219,8 @@ def write_offline(found: dict[str, Any], entry: Entry, args: Namespace) -> None:
     if rows:
         add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
     if "busy" in found:
-        add(args.out.with_name("vllm-busy.csv"), BusyRow, [{**same, "cache_gib": args.cache, **found.pop("busy")}])
+        shares = [{**same, "cache_gib": args.cache, **share} for share in found.pop("busy")]
+        add(args.out.with_name("vllm-busy.csv"), BusyRow, shares)
     if "row" in found:
         layers = config_of(entry.model, args.layers).num_hidden_layers
         values = {name: value for name, value in found.items() if name not in ("row", "done")}
@@ -244,14 +245,16 @@ def start_group(
             writer.messages("written", WAIT_S["written"])
             writer.end(20)
     deadline, ready = time.monotonic() + args.ready, []
-    servers = [child for child, entry, _ in started if entry.serves]
-    engines = [child for child, _, _ in started if child not in servers]
-    for child in engines:
-        child.go()
-    if servers and engines:
+    engines = {(entry.model, entry.column) for entry in group if not entry.serves}
+    later = [entry for entry in group if entry.serves and (entry.model, entry.column) in engines]
+    for child, entry, _ in started:
+        if entry not in later:
+            child.go()
+    if later:
         time.sleep(SERVERS_WAIT_S)
-    for child in servers:
-        child.go()
+    for child, entry, _ in started:
+        if entry in later:
+            child.go()
     for child, entry, port in started:
         if child.messages("ready", deadline - time.monotonic()) is None:
             child.end()
@@ -334,7 +337,9 @@ def main() -> None:
     parser.add_argument("--brief", default="", help="columns, or MODEL/COLUMN, of one sequence alone")
     parser.add_argument("--rates", default="16x160,4x48", help="requests per second x requests of a server")
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
-    parser.add_argument("--busy", default="", help="columns whose throughput is profiled, to vllm-busy.csv")
+    parser.add_argument(
+        "--busy", default="", help="columns whose prompts and throughput are profiled, to vllm-busy.csv"
+    )
     parser.add_argument("--ready", type=float, default=200, help="seconds until a group must have started")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
     parser.add_argument("--late", action="store_true", help="import vLLM in each process, not before they are forked")
