@@ -29,14 +29,14 @@ OLDER = ("1d8873e", "5dbb68c", "62162e8", "62162e8-seven")
 """Builds whose runs differ from today's. Of later ones uniform runs are alike: f34ef2f, 9bc8b6c.. and e192183 give
 stories260k in W2 with groups of 64 the same KL to the last digit."""
 
-MENDED = ("e414cd5", "e0861c5", "7a1517b", "c7d58b9", "fe2d6767", "a0f6062", "dropped-rate", "4ceeb5ff")
+MENDED = ("e414cd5", "e0861c5", "7a1517b", "c7d58b9", "fe2d6767", "a0f6062", "dropped-rate", "4ceeb5ff", "rate-by-bits")
 """Builds in which `bqpo` trains scales by the gradient of codes that do not depend on them (tuning.md)."""
 
-FASTER_CODES = ("dropped-rate", "4ceeb5ff")
-"""Builds in which the codes beside many dropped groups train five times faster (tuning.md)."""
-
-MANY_DROPPED = ("W4S40", "W4S50")
-"""Runs that FASTER_CODES changes."""
+FASTER_CODES = {
+    **dict.fromkeys(("W4S40", "W4S50"), ("dropped-rate", "4ceeb5ff", "rate-by-bits")),
+    **dict.fromkeys(("W4S30", "32:64 W8"), ("rate-by-bits",)),
+}
+"""Runs whose codes train faster in later builds than in the first of `MENDED`, with these builds (tuning.md)."""
 
 WITHOUT_CODES = ("32:64", "2:4", "70%", "80%", "90%")
 """Runs that MENDED changes nothing about: they store 16 bits."""
@@ -64,7 +64,7 @@ def _latest(model: str, mended: bool) -> dict[str, dict[Pair, Row]]:
     found: dict[str, dict[Pair, Row]] = {}
     for row in result("joint.csv"):
         base = row["run"].partition("+")[0]
-        current = FASTER_CODES if base in MANY_DROPPED else MENDED
+        current = FASTER_CODES.get(base, MENDED)
         own = (row["build"] in current) == mended and row["build"] not in OLDER
         if row["model"] == model and (own or base in WITHOUT_CODES):
             found.setdefault(row["run"], {})[row["seed"], row["samples"], row["tokens"]] = row
