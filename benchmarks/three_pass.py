@@ -1,7 +1,8 @@
 """KL of models compressed with float32 matmuls, and with sums of three bfloat16 products.
 
 Usage: python benchmarks/three_pass.py DATA OUT.csv [--seeds 0,1,2] [--models pycode-11m,babyllama-1m]
-           [--patterns 32:64,2:4] [--matmuls "three products,float32"] [--samples 32] [--chunks 64] [--device cpu]
+           [--patterns 32:64,2:4] [--matmuls "three products,float32"] [--set tune=bqpo] [--samples 32] [--chunks 64]
+           [--device cpu]
 
 `another order` is float32 with batches of half as many tokens: nothing but the order of the sums differs. On a CPU the
 three products, which `compress` takes on GPUs only, are emulated: the operands are rounded, the sums are in float32.
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 
 from semisparse.compress import calibration, propagate
 from semisparse.compress.prune import RunningSums, layer, refine, statistics
-from semisparse.compress.three_pass import outer_sum
+from semisparse.compress.three_pass import linear_with_gradients, outer_sum
 from semisparse.nn import SparseLinear, weight_of
 
 COLUMNS = ("model", "pattern", "samples", "seed", "device", "matmuls", "kl", "nll", "seconds")
@@ -34,13 +35,13 @@ PATTERNS = ("32:64", "2:4")
 
 
 class EmulatedLinear(TorchFunctionMode):
-    """While entered, ``F.linear`` of float32 tensors without autograd sums three products of rounded operands."""
+    """While entered, ``F.linear`` of float32 tensors sums three products of rounded operands, as do its gradients."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         x, weight, bias = (*args, None)[:3] if func is F.linear else (None, None, None)
-        if x is None or torch.is_grad_enabled() or not x.dtype == weight.dtype == torch.float32:
+        if x is None or not x.dtype == weight.dtype == torch.float32:
             return func(*args, **kwargs or {})
-        y = outer_sum(x.flatten(0, -2).T, weight.T).unflatten(0, x.shape[:-1])
+        y = linear_with_gradients(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
 
 
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--models", default="babyllama-1m,pycode-11m")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
+    parser.add_argument("--set", default="", help="a setting of the recipe, written after the pattern")
     parser.add_argument("--matmuls", default="three products,float32,another order")
     options = parser.parse_args()
     rows = read_rows(options.csv)
@@ -107,14 +109,15 @@ def main() -> None:
                 "another order": float32(device, 2),
             }
             for matmuls in options.matmuls.split(","):
+                settings = ["search=none", f"pattern={pattern}", *filter(None, [options.set])]
                 started = time.perf_counter()
                 with ways[matmuls]:
-                    model, _ = subject.compress("rheosparse", ["search=none", f"pattern={pattern}"], int(seed))
+                    model, _ = subject.compress("rheosparse", settings, int(seed))
                 seconds, quality = time.perf_counter() - started, subject.measure(unpacked(model, subject))
                 facts = torch.cuda.get_device_name() if device == "cuda" else "cpu"
                 values = (
                     name,
-                    pattern,
+                    f"{pattern} {options.set}".strip(),
                     options.samples or "",
                     seed,
                     facts,

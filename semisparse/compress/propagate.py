@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +51,11 @@ class DecoderLayer:
         3.5 % higher.
         """
         return copy_to(self.module, device, torch.float32)
+
+    def only(self, linears: Collection[str]) -> DecoderLayer:
+        """Return the same decoder layer with only those of its linear layers to prune that are listed, by full name."""
+        some = {name: pattern for name, pattern in self.patterns.items() if self.full_name(name) in linears}
+        return replace(self, patterns=some)
 
     def weight(self, linear: str) -> Tensor:
         """Return a linear layer's weight as a view [N, K]."""

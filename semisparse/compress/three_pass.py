@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+LARGE = 1 << 30
+"""Products of numbers in a matmul from which on one with gradients is taken in three bfloat16 products: a smaller one
+takes less time in float32 than the launches of the three."""
+
 
 class ThreePassLinear(TorchFunctionMode):
-    """A mode in which, where autograd is off, ``F.linear`` of float32 tensors on a GPU sums three bfloat16 products.
+    """A mode in which ``F.linear`` of float32 tensors on a GPU sums three bfloat16 products, as do its gradients.
 
-    An x of one dimension is left to torch.
+    An x of one dimension is left to torch, and with gradients what has fewer than `LARGE` products.
     """
 
     def __torch_function__(
@@ -31,17 +35,43 @@ class ThreePassLinear(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear and not torch.is_grad_enabled():
-            return _linear(*args, **kwargs)
-        return func(*args, **kwargs)
+        return (_linear if func is F.linear else func)(*args, **kwargs or {})
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not (x.is_cuda and x.dim() > 1 and x.dtype == weight.dtype == torch.float32):
+    trains = torch.is_grad_enabled()
+    small = trains and x.numel() * len(weight) < LARGE
+    if small or not (x.is_cuda and x.dim() > 1 and x.dtype == weight.dtype == torch.float32):
         return F.linear(x, weight, bias)
-    y = _sum(_high_high_low(x.flatten(0, -2), 1), _low_high_high(weight, 1).T).unflatten(0, x.shape[:-1])
-    return y if bias is None else y.add_(bias)
+    rows = x.flatten(0, -2)
+    y = (linear_with_gradients if trains else _times)(rows, weight).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight.T``, [M, N] float32, as three products."""
+    return _sum(_high_high_low(x, 1), _low_high_high(weight, 1).T)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """`_times`, whose gradients are sums of three products, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _times(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = _sum(_high_high_low(slope, 1), _low_high_high(weight, 0)) if ctx.needs_input_grad[0] else None
+        return of_x, outer_sum(slope, x) if ctx.needs_input_grad[1] else None
+
+
+def linear_with_gradients(x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight.T``, [M, N] float32, of x [M, K] and weight [N, K]: as three products, like its gradients."""
+    found: Tensor = _LinearFunction.apply(x, weight)
+    return found
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from semisparse.compress.three_pass import ThreePassLinear, outer_sum
+from semisparse.compress import three_pass
+from semisparse.compress.three_pass import ThreePassLinear, linear_with_gradients, outer_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = 2**-15
@@ -30,7 +31,30 @@ def test_linear_layers_on_a_gpu_against_float64():
     assert not torch.equal(found, layer(x))
 
 
-def test_other_tensors_and_gradients_are_left_alone():
+def test_gradients_against_float64():
+    x, weight = torch.randn(30, 96, device=DEVICE), torch.randn(40, 96, device=DEVICE)
+    slope = torch.randn(30, 40, device=DEVICE)
+    inputs = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    exact = torch.autograd.grad(F.linear(*inputs), inputs, slope.double())
+    inputs = [tensor.requires_grad_() for tensor in (x, weight)]
+    for found, wanted in zip(torch.autograd.grad(linear_with_gradients(*inputs), inputs, slope), exact, strict=True):
+        assert 0 < (found - wanted).norm() <= ERROR * wanted.norm()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="CPUs compute in float32: no GPU here")
+@pytest.mark.parametrize("large", [True, False])
+def test_a_large_linear_layer_trains_in_three_products(monkeypatch, large):
+    layer, x = nn.Linear(96, 40).cuda(), torch.randn(2, 30, 96, device="cuda")
+    monkeypatch.setattr(three_pass, "LARGE", 2 * 30 * 96 * 40 + (not large))
+    plain = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
+    with ThreePassLinear():
+        loss = layer(x).square().sum()
+    for found, wanted in zip(torch.autograd.grad(loss, layer.parameters()), plain, strict=True):
+        assert torch.equal(found, wanted) != large
+        assert (found - wanted).norm() <= ERROR * wanted.norm()
+
+
+def test_other_tensors_are_left_alone():
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     with ThreePassLinear():
         assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))

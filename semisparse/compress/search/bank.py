@@ -116,14 +116,13 @@ def build_bank(
     ranks: Ranks,
     offload: Path | None,
     keep: bool = True,
-    most: int | None = None,
     on_layer: Callable[[int, nn.Module, nn.Module], None] = lambda index, dense, at_centre: None,
 ) -> Bank:
     """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
 
     Args:
         model: the dense model; it is not changed.
-        layers: its decoder layers.
+        layers: its decoder layers, or the first ones.
         space: the levels of their linear layers.
         centre: the centre level of each linear layer.
         centre_weights: the weights at the centre, by module name, if they are known; else empty, and the centre is
@@ -138,7 +137,6 @@ def build_bank(
         ranks: the processes that build the bank.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
         keep: whether to return the weights, and to store them in the journal; else they are gone with their layer.
-        most: how many decoder layers to prune, from the first on; by default all.
         on_layer: called with each decoder layer's index, its dense copy and its copy at the centre level, in float32.
 
     Raises:
@@ -150,10 +148,8 @@ def build_bank(
         activations = first_activations(
             model, layers, batches, recipe, device, ranks=ranks, offload=offload, shared=True
         )
-        # All layers' calls were recorded above: a layer that is not replaced there would run, on every token.
-        chosen = layers[:most]
-        for index, layer in enumerate(chosen):
-            progress("pruning every layer in every way", index, len(chosen))
+        for index, layer in enumerate(layers):
+            progress("pruning every layer in every way", index, len(layers))
             dense = layer.copy(device)
             pruned = _load(journal, index, number) if journal and keep else None
             if pruned is None:
@@ -167,7 +163,7 @@ def build_bank(
                 full_name, weight = layer.full_name(name), weight_of(at_centre.get_submodule(name))
                 weight.copy_(to_dense(pruned[full_name][by_name[full_name][1]], weight))
             on_layer(index, dense, at_centre)
-            if layer is not chosen[-1]:
+            if layer is not layers[-1]:
                 propagate(activations, index, at_centre, dense)
             if keep:
                 bank |= pruned

@@ -87,13 +87,12 @@ class ChoiceLosses:
         self._device, self._progress, self._journal = torch.device(device), progress, journal
         self._ranks = ranks or Ranks()
         self._scorer_type = scorer_type(streams)
-        layers = list_decoder_layers(model, recipe, {})
+        self._layers = layers = list_decoder_layers(model, recipe, {})
+        self._recipe = replace(recipe, tune="none")  # a bank is not tuned, so that it needs no targets for that
         self._build_bank = partial(
             build_bank,
             model,
-            layers,
             batches=batches,
-            recipe=recipe,
             device=self._device,
             progress=progress,
             prune=compress_every_way,
@@ -173,11 +172,14 @@ class ChoiceLosses:
             )
         self.save("losses", number, {"losses": self.losses})
 
-    def _compress(self, space: Sequence[LinearChoices], centre: Assignment, number: int) -> Bank:
+    def _compress(self, space: Sequence[LinearChoices], centre: Assignment, number: int, **how: Any) -> Bank:
         """Compress all linear layers in every wanted way."""
-        return self._build_bank(
-            space=space, centre=self._levels(centre), centre_weights={}, number=number, journal=self._journal
-        )
+        # Where the layers before it are dense, a layer has no errors of theirs to compensate.
+        recipe = replace(self._recipe, target="local") if centre == self.costs.dense else self._recipe
+        how = {"layers": self._layers, "journal": self._journal, **how}
+        levels = dict(zip((linear.name for linear in self._space), self._levels(centre), strict=True))
+        at = tuple(levels[linear.name] for linear in space)
+        return self._build_bank(space=space, centre=at, centre_weights={}, recipe=recipe, number=number, **how)
 
     def _release_scorer(self) -> None:
         """Free the scorer, with its copy of the model: the device has room for one."""
@@ -188,16 +190,10 @@ class ChoiceLosses:
         first = [linear for linear in self._space if linear.decoder_layer == self._space[0].decoder_layer]
         weights = {linear.name: weight_of(self._model.get_submodule(linear.name)).numel() for linear in first}
         probed = sorted(weights, key=weights.__getitem__)[:PROBED]
-        only_dense = frozenset({0})
-        space = [linear if linear.name in probed else replace(linear, wanted=only_dense) for linear in self._space]
-        bank = self._build_bank(
-            space=space,
-            centre=self._levels(self.costs.dense),
-            centre_weights={},
-            number=-1,
-            journal=None,  # a piece of this bank would replace one of an interrupted run's
-            most=self._space[0].decoder_layer + 1,  # those before it may be ignored
-        )
+        space = [linear for linear in self._space if linear.name in probed]
+        layers = [layer.only(probed) for layer in self._layers[: space[0].decoder_layer + 1]]
+        # Pieces of this bank in the journal would replace those of an interrupted run.
+        bank = self._compress(space, self.costs.dense, -1, layers=layers, journal=None)
         errors: dict[Choice, list[float]] = {}
         for linear in self._space:
             for level, masked in bank[linear.name].items() if linear.name in probed else ():
