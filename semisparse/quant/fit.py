@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ def fit_scales(
         dtype: of the scales.
         symmetric: as in `scales_of`.
     """
+    if has_fit_kernel(weight):
+        return _by_kernel(weight.float(), importance.float(), bits, size, dtype, symmetric)
     groups = split_groups(weight.float(), size)
     factor = split_groups(importance[None].float(), size)
     if symmetric:
@@ -56,6 +59,26 @@ def fit_scales(
         refitted = _refitted(groups, factor, best)
         best, least = _better(best, least, refitted, _error(groups, factor, refitted))
     return best.within_range()
+
+
+def has_fit_kernel(weight: Tensor) -> bool:
+    """Return whether the Triton kernel of fit_triton.py fits the scales of this weight."""
+    return weight.is_cuda and find_spec("triton") is not None
+
+
+def shares_of(bits: int, symmetric: bool = False) -> tuple[float, ...]:
+    """Return the shares of a range that are tried."""
+    return SYMMETRIC_SHARES if symmetric else SHARES.get(bits, (1.0,))
+
+
+def _by_kernel(
+    weight: Tensor, importance: Tensor, bits: int, size: int, dtype: torch.dtype, symmetric: bool
+) -> GroupScales:
+    from semisparse.quant.fit_triton import fit
+
+    tried = [shares_of(bits, symmetric)]
+    scale, zero = fit(weight.contiguous(), importance, [bits], tried, size, dtype, REFITS, symmetric=symmetric)
+    return GroupScales(bits, size, scale.to(dtype), zero, symmetric)
 
 
 def _ranges(groups: Tensor, spanning: GroupScales) -> GroupScales:
@@ -82,7 +105,7 @@ def _signed_shares(device: torch.device) -> Tensor:
 @lru_cache
 def _pairs_of_shares(bits: int, device: torch.device) -> Tensor:
     """Return the pairs of shares below and above zero, [2, pairs]."""
-    shares = torch.tensor(SHARES.get(bits, (1.0,)), device=device)
+    shares = torch.tensor(shares_of(bits), device=device)
     return torch.cartesian_prod(shares, shares).T
 
 

@@ -7,6 +7,8 @@ from semisparse.quant import fit
 from semisparse.quant.fit import fit_scales
 from semisparse.quant.group import GroupScales, scales_of
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def weighted_error(weight: torch.Tensor, importance: torch.Tensor, scales: GroupScales) -> torch.Tensor:
     """Return the error per row, in float64, from codes that are computed here."""
@@ -76,3 +78,29 @@ def test_no_code_dequantises_past_the_range_of_float16(symmetric: bool):
     weight = (torch.rand(64, 64, generator=generator) * 2 - 1) * torch.finfo(torch.float16).max
     scales = fit_scales(weight, torch.ones(64), 4, 16, torch.float16, symmetric)
     assert scales.rounded(weight).isfinite().all()
+
+
+# Triton's interpreter rounds to bfloat16 in another way than GPUs and torch do.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])])
+@pytest.mark.parametrize(("bits", "symmetric"), [(2, False), (3, False), (8, False), (4, True)])
+def test_the_kernel_fits_as_torch_does(bits: int, symmetric: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
+    generator = torch.Generator().manual_seed(bits)
+    weight = torch.randn(9, 40, generator=generator).to(DEVICE)
+    weight[3] = 0
+    weight[4, 16:32] = 0
+    weight[:, ::3] *= torch.rand(9, 14, generator=generator).to(DEVICE) < 0.5
+    importance = torch.rand(40, generator=generator).to(DEVICE)
+    importance[5] = 0
+    found = {}
+    for kernel in (False, True):
+        monkeypatch.setattr(fit, "has_fit_kernel", lambda weight, kernel=kernel: kernel)
+        found[kernel] = fit_scales(weight, importance, bits, 16, dtype, symmetric)
+    ours, theirs = found[True], found[False]
+    assert ours.scale.dtype == theirs.scale.dtype
+    assert ours.scale.shape == theirs.scale.shape == ours.zero.shape
+    whole = torch.arange(2, device=DEVICE)  # the third group is a short one
+    errors = [weighted_error(weight[:, :32], importance[:32], each.select_groups(whole)) for each in (ours, theirs)]
+    assert torch.allclose(*errors, rtol=1e-3, atol=1e-6)
+    same = torch.isclose(ours.scale, theirs.scale, rtol=2e-3) & (ours.zero == theirs.zero)
+    assert same.float().mean() > 0.8  # sums in another order may choose another range of nearly the same error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from semisparse.patterns import Group, Pattern
-from semisparse.quant.fit import fit_scales
+from semisparse.quant.fit import REFITS, fit_scales, shares_of
 from semisparse.quant.group import SYMMETRIC_COLUMNS, GroupScales, scales_of
 
 SWEEPS = 2
@@ -179,8 +179,14 @@ class ColumnQuantiser:
 
         weight, upper = weight.clone(memory_format=torch.contiguous_format), upper.contiguous()
         mask, units = kept.to(torch.int8).contiguous(), self._units.contiguous()
+        codes = torch.tensor([2.0**bits - 1 for bits in self._bits], device=weight.device)
+        lasts = codes.repeat_interleave(len(weight) // len(self._bits))
+        importance = None if self._importance is None else self._importance.contiguous()
         for start in range(0, weight.shape[1], self._size):
-            scale, zero, last = self._next_scales(weight, kept, start)
+            if importance is None:
+                scale, zero, last = self._next_scales(weight, kept, start)
+            else:
+                scale, zero, last = self._fitted_by_kernel(weight, mask, start, importance, lasts)
             size = min(self._size, weight.shape[1] - start)
             round_group(weight, mask, upper, scale, zero, last, units, start, size, self._dtype)
         return weight
@@ -200,3 +206,18 @@ class ColumnQuantiser:
         zero = torch.cat([each.zero[:, 0].float() * 2.0 ** (each.bits - 8) for each in found])
         last = torch.cat([torch.full_like(each.zero[:, 0], 2**each.bits - 1, dtype=torch.float32) for each in found])
         return scale, zero, last
+
+    def _fitted_by_kernel(
+        self, weight: Tensor, mask: Tensor, column: int, importance: Tensor, last: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do as `_next_scales`; the mask is [N, K] int8, ``last`` is the last codes."""
+        from semisparse.quant.fit_triton import fit
+
+        group = slice(column, column + self._size)
+        shares = [shares_of(bits) for bits in self._bits]
+        rest, units = (self._bits, shares, self._size, self._dtype, REFITS), self._units[group]
+        scale, zero = fit(weight[:, group], importance[group], *rest, kept=mask[:, group], units=units)
+        stored, count = scale.to(self._dtype), len(self._bits)
+        pairs = zip(self._bits, stored.chunk(count), zero.chunk(count), strict=True)
+        self._groups.append([GroupScales(bits, self._size, own, at) for bits, own, at in pairs])
+        return scale[:, 0], zero[:, 0] * ((last + 1) / 256), last
