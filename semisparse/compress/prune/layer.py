@@ -103,29 +103,35 @@ def prune_levels(
 
 
 def prune_kinds(
-    weight: Tensor, pattern: Pattern, statistics: Statistics, recipes: Sequence[Recipe]
+    weight: Tensor, ways: Sequence[tuple[Pattern, Recipe]], statistics: Statistics
 ) -> Iterator[PrunedLayer]:
-    """Prune a linear layer's weight to a pattern once, and quantise the result as each recipe says.
+    """Prune and quantise a linear layer's weight in several ways, each as `prune_layer` alone would.
+
+    Ways of one pattern, which follow each other, are pruned once. What does not depend on the pattern is computed once.
 
     Args:
         weight: as in `prune_layer`.
-        pattern: as in `prune_layer`.
+        ways: patterns and recipes; the recipes differ in `quant` only.
         statistics: as in `prune_layer`.
-        recipes: that differ in `quant` only.
 
     Raises:
         InputError: as in `prune_layer`.
     """
-    yield from _prune_ways(weight, [(pattern, recipe) for recipe in recipes], statistics)
+    yield from _prune_ways(weight, ways, statistics, own_orders=True)
 
 
 def _prune_ways(
-    weight: Tensor, ways: Sequence[tuple[Pattern, Recipe]], statistics: Statistics, rows: Rows = WHOLE
+    weight: Tensor,
+    ways: Sequence[tuple[Pattern, Recipe]],
+    statistics: Statistics,
+    rows: Rows = WHOLE,
+    own_orders: bool = False,
 ) -> Iterator[PrunedLayer]:
     """Prune and quantise a weight in several ways, each a pattern and a recipe; the recipes differ in `quant` only.
 
-    The first pattern determines the order of the columns. The pruners call no linear layer, so torch calls are not
-    intercepted here (`ThreePassLinear`): on a CPU the interception takes a third of the time.
+    With ``own_orders`` each pattern determines the order of its columns, else the first one that of all. The pruners
+    call no linear layer, so torch calls are not intercepted here (`ThreePassLinear`): on a CPU the interception takes a
+    third of the time.
     """
     first, recipe = ways[0]
     with torch._C.DisableTorchFunction():
@@ -134,10 +140,14 @@ def _prune_ways(
         if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
             raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
         by_hessian = recipe.prune.startswith("sparsegpt")
-        problem = _normalise(weight, first, statistics, recipe, rows) if by_hessian else None
+        normalised = _normalise(weight, statistics, recipe, rows) if by_hessian else None
+        problem = None if normalised is None else normalised.ordered(first, recipe, rows, keep=own_orders)
+        power = _power_of_outputs(weight, statistics.hessian, rows)
     for pattern, alike in groupby(ways, key=lambda way: way[0]):
         recipes = [recipe for _, recipe in alike]
         with torch._C.DisableTorchFunction():
+            if normalised is not None and own_orders and pattern != first:
+                problem = normalised.ordered(pattern, recipe, rows, keep=True)
             found: list[tuple[Tensor, GroupScales | None]]
             if problem is not None:
                 found, outcome = _sparsegpt(problem, pattern, recipes, dtype, rows), problem.factor.outcome
@@ -152,7 +162,7 @@ def _prune_ways(
                 if each.code_bits:
                     scales = scales or scales_for(pruned, pattern, each.code_bits, dtype)
                     pruned = scales.rounded(pruned).float()
-                error = _relative_error(pruned, weight, statistics.hessian, rows)
+                error = _relative_error(pruned, weight, statistics.hessian, power, rows)
                 layers.append(PrunedLayer(pruned, outcome, error, scales))
         yield from layers
 
@@ -188,7 +198,41 @@ class _Problem(NamedTuple):
     scale: Tensor
 
 
-def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe, rows: Rows) -> _Problem | None:
+class _Normalised:
+    """What of a linear layer's problem does not depend on the pattern: as in `_Problem`, columns in their own order."""
+
+    def __init__(self, goal: Tensor, hessian: Tensor, factor: InverseFactor, scale: Tensor) -> None:
+        self._goal, self._hessian, self._factor, self._scale = goal, hessian, factor, scale
+
+    def ordered(self, pattern: Pattern, recipe: Recipe, rows: Rows, keep: bool) -> _Problem | None:
+        """Put the columns in pruning order; None if the Hessian is singular then.
+
+        Args:
+            pattern: determines the order.
+            recipe: as in `prune_layer`.
+            rows: as in `prune_layer`.
+            keep: whether other patterns follow; else this object's matrices, which take memory, are dropped.
+        """
+        goal, hessian, factor, scale = self._goal, self._hessian, self._factor, self._scale
+        if not keep:
+            del self._goal, self._hessian, self._factor
+        order = torch.arange(len(scale), device=scale.device)
+        if recipe.prune != "sparsegpt-published":
+            loss = rows.total(partial(losses, factor=factor, pattern=pattern), goal)
+            order = order_by_loss(loss, pattern, windows=recipe.order == "windows")
+        if (order.diff() != 1).any():
+            hessian, goal = hessian[order][:, order], goal[:, order]
+            found = factorise(hessian, recipe.damping)
+            if found is None:
+                return None
+            factor = found
+        elif keep:
+            hessian = hessian.clone()
+        hessian.diagonal().add_(factor.damping)
+        return _Problem(goal, hessian, factor, order, scale)
+
+
+def _normalise(weight: Tensor, statistics: Statistics, recipe: Recipe, rows: Rows) -> _Normalised | None:
     """Set up the problem that SparseGPT solves; None if the Hessian is singular."""
     published = recipe.prune == "sparsegpt-published"
     power = statistics.hessian.diagonal()
@@ -203,17 +247,7 @@ def _normalise(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe:
         return None
     if statistics.cross is not None:
         goal = rows.joined(partial(_moved_goal, hessian, factor.upper), goal, statistics.cross / scale)
-    order = torch.arange(len(scale), device=scale.device)
-    if not published:
-        loss = rows.total(partial(losses, factor=factor, pattern=pattern), goal)
-        order = order_by_loss(loss, pattern, windows=recipe.order == "windows")
-    if (order.diff() != 1).any():
-        hessian, goal = hessian[order][:, order], goal[:, order]
-        factor = factorise(hessian, recipe.damping)
-        if factor is None:
-            return None
-    hessian.diagonal().add_(factor.damping)
-    return _Problem(goal, hessian, factor, order, scale)
+    return _Normalised(goal, hessian, factor, scale)
 
 
 def _moved_goal(hessian: Tensor, upper: Tensor, weight: Tensor, cross: Tensor) -> Tensor:
@@ -322,12 +356,13 @@ def _by_descent(
     return [(w[:, restore_order] / problem.scale, each) for w, each in zip(weights, scales, strict=True)]
 
 
-def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor, rows: Rows) -> float:
+def _power_of_outputs(weight: Tensor, hessian: Tensor, rows: Rows) -> Tensor:
+    """Return the mean over the calibration tokens of ``||w x||^2``."""
     through = multiplier(hessian)
+    return rows.total(lambda weight: (through(weight) * weight).sum(), weight)
 
-    def sums(pruned: Tensor, weight: Tensor) -> Tensor:
-        change = pruned - weight
-        return torch.stack([(through(change) * change).sum(), (through(weight) * weight).sum()])
 
-    lost, power = rows.total(sums, pruned, weight)
+def _relative_error(pruned: Tensor, weight: Tensor, hessian: Tensor, power: Tensor, rows: Rows) -> float:
+    """Return the relative error of the output; ``power`` is that of `_power_of_outputs`."""
+    lost = _power_of_outputs(pruned - weight, hessian, rows)
     return float((lost.clamp_min(0) / power).sqrt().where(power > 0, 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,22 +105,23 @@ def compress_every_way(
     original: Tensor,
 ) -> dict[int, MaskedWeight]:
     """Compress a linear layer's weight by each of its choices; the arguments are those of `prune_densities`."""
-    result, by_pattern = dict(known), dict[str, list[int]]()
-    for level, choice in enumerate(linear.choices):
-        if level not in result and level in linear.wanted:
-            by_pattern.setdefault(choice.pattern, []).append(level)
-    for written, levels in by_pattern.items():
-        pattern, quants = parse_pattern(written), [linear.choices[level].quant for level in levels]
-        ways = [linear.choices[level].recipe(recipe) for level in levels]
-        layers: Iterable[PrunedLayer]
-        if written == NO_ZEROS:
-            layers = [PrunedLayer(original.to(weight), "dense", 0.0) for _ in levels]
-        else:
-            layers = prune_kinds(weight.to(original.dtype), pattern, statistics, ways)
-        started = time.perf_counter()
-        for level, quant, pruned in zip(levels, quants, layers, strict=True):
-            if quant in DTYPES:  # so that the score includes the rounding, which packing repeats
-                pruned = replace(pruned, weight=fake_quantise_rows(pruned.weight, DTYPES[quant]))
-            seconds, started = time.perf_counter() - started, time.perf_counter()
-            result[level] = masked_layer(linear.name, pattern, pruned, original.dtype, seconds)
+    result = dict(known)
+    levels = [level for level in sorted(linear.wanted) if level not in result]
+    patterns = [linear.choices[level].pattern for level in levels]
+    # Ways of one pattern follow each other, patterns in the order of the choices.
+    levels = [
+        level for pattern in dict.fromkeys(patterns) for level in levels if linear.choices[level].pattern == pattern
+    ]
+    choices = [linear.choices[level] for level in levels]
+    ways = [(parse_pattern(choice.pattern), choice.recipe(recipe)) for choice in choices if choice.pattern != NO_ZEROS]
+    pruned = prune_kinds(weight.to(original.dtype), ways, statistics) if ways else iter(())
+    started = time.perf_counter()
+    for level, choice in zip(levels, choices, strict=True):
+        dense = choice.pattern == NO_ZEROS
+        layer = PrunedLayer(original.to(weight), "dense", 0.0) if dense else next(pruned)
+        if choice.quant in DTYPES:  # so that the score includes the rounding, which packing repeats
+            layer = replace(layer, weight=fake_quantise_rows(layer.weight, DTYPES[choice.quant]))
+        seconds, started = time.perf_counter() - started, time.perf_counter()
+        pattern = parse_pattern(choice.pattern)
+        result[level] = masked_layer(linear.name, pattern, layer, original.dtype, seconds)
     return result

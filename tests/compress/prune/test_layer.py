@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from semisparse.compress import Recipe
-from semisparse.compress.prune import RunningSums, Statistics, prune_layer
+from semisparse.compress.prune import RunningSums, Statistics, prune_kinds, prune_layer
 from semisparse.errors import InputError
 from semisparse.patterns import parse_pattern
 
@@ -174,6 +174,24 @@ def test_what_is_not_finite_is_refused(bad: float):
     ):
         with pytest.raises(InputError, match="activations hold NaN or infinity"):
             prune_layer(random_weight(), parse_pattern("2:4"), spoiled, Recipe())
+
+
+def test_several_ways_at_once_give_what_each_gives_alone():
+    weight, x = random_weight(), inputs()
+    statistics = Statistics(x.T @ x / len(x), weight @ (x.T @ x / len(x)) * 1.01)
+    recipes = [Recipe(quant="w4"), Recipe(quant="w3"), Recipe()]
+    ways = [
+        ("16:48", recipes[2]),
+        ("2:4", recipes[2]),
+        ("g8@0%", recipes[0]),
+        ("g8@0%", recipes[1]),
+        ("4:16", recipes[0]),
+    ]
+    listed = [(parse_pattern(pattern), recipe) for pattern, recipe in ways]
+    for found, way in zip(prune_kinds(weight, listed, statistics), listed, strict=True):
+        alone = prune_layer(weight, way[0], statistics, way[1])
+        assert torch.equal(found.weight, alone.weight)
+        assert (found.outcome, found.error) == (alone.outcome, alone.error)
 
 
 def test_sums_over_batches():
