@@ -1,6 +1,6 @@
 """The bank: every linear layer's weight, pruned to every level before the search (RheoSparse, section III B).
 
-Weights are stored as a bit mask and non-zero values; a candidate's weights are expanded from them.
+Weights are stored as a bit mask and non-zero values, or as codes; a candidate's weights are expanded from them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,14 +33,16 @@ from semisparse.compress.routed import CalibratedLinear
 from semisparse.compress.search.space import Candidate, LinearSpace
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern
+from semisparse.quant.group import GroupScales
 
 
 class MaskedWeight(NamedTuple):
-    """A pruned weight, stored as a mask and values.
+    """A pruned weight, stored as a mask and values, or if it is quantised as codes.
 
     Args:
-        mask: [ceil(N K / 8)] uint8, one bit per weight, the lowest bit first.
-        values: [kept] in the model's dtype, the non-zero weights in row-major order.
+        mask: [ceil(N K / 8)] uint8, one bit per weight, the lowest bit first; empty if all weights come from codes.
+        values: [kept] in the model's dtype, the non-zero weights in row-major order. With codes uint8: those of all
+            groups, of ``report.scales``; two in a byte if they have up to 4 bits, the first in the lower half.
         report: how the weight was pruned.
     """
 
@@ -53,25 +56,60 @@ Bank = dict[str, dict[int, MaskedWeight]]
 
 
 def to_masked(weight: Tensor, report: LayerReport) -> MaskedWeight:
-    """Store a weight [N, K] as a mask and values."""
-    return MaskedWeight(*_masked(weight), report)
+    """Store a weight [N, K] with few bytes, on the CPU."""
+    mask, values = _coded(weight, report.scales) or _masked(weight)
+    return MaskedWeight(mask.cpu(), values.cpu(), report)
 
 
 def _masked(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight's mask and values, on the CPU."""
+    """Return a weight's mask and non-zero values."""
     flat = weight.contiguous().view(-1)
     mask = flat != 0
-    bits = torch.nn.functional.pad(mask, (0, -len(flat) % 8)).view(-1, 8)
-    return (bits << _bit_positions(flat.device)).sum(1, dtype=torch.uint8).cpu(), flat[mask].cpu()
+    return _bits(mask), flat[mask]
+
+
+def _bits(mask: Tensor) -> Tensor:
+    """Return a flat mask with 8 weights in a byte."""
+    bits = torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8)
+    return (bits << _bit_positions(mask.device)).sum(1, dtype=torch.uint8)
+
+
+def _coded(weight: Tensor, scales: GroupScales | None) -> tuple[Tensor, Tensor] | None:
+    """Return a quantised weight's mask and codes; None where they do not give exactly this weight."""
+    if scales is None or scales.scale.dtype != weight.dtype:
+        return None
+    codes = scales.codes(weight)
+    values = scales.values(codes).flatten(1)[:, : weight.shape[1]]
+    kept = weight != 0
+    if not torch.equal(values * kept, weight):
+        return None
+    needs_mask = bool((values != 0).logical_and(~kept).any())
+    mask = _bits(kept.flatten()) if needs_mask else torch.empty(0, dtype=torch.uint8)
+    flat = codes.flatten()
+    if scales.bits > 4:
+        return mask, flat
+    low, high = torch.nn.functional.pad(flat, (0, len(flat) % 2)).view(-1, 2).unbind(1)
+    return mask, low | high << 4
 
 
 def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
     """Expand a masked weight to the shape, dtype and device of ``like``."""
-    bits = (_copied(masked.mask, like.device)[:, None] >> _bit_positions(like.device)) & 1
-    mask = bits.flatten()[: like.numel()].bool()
-    weight = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-    # Unlike weight[mask] = values, this does not wait for the GPU to count the mask's bits.
-    return weight.masked_scatter_(mask, _copied(masked.values, like.device).to(like.dtype)).view(like.shape)
+    scales, values = masked.report.scales, _copied(masked.values, like.device)
+    mask = None
+    if len(masked.mask):
+        bits = (_copied(masked.mask, like.device)[:, None] >> _bit_positions(like.device)) & 1
+        mask = bits.flatten()[: like.numel()].bool()
+    if scales is None or values.dtype != torch.uint8:
+        assert mask is not None
+        weight = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+        # Unlike weight[mask] = values, this does not wait for the GPU to count the mask's bits.
+        return weight.masked_scatter_(mask, values.to(like.dtype)).view(like.shape)
+    groups = scales.scale.shape
+    if scales.bits <= 4:
+        values = torch.stack((values & 15, values >> 4), 1).flatten()[: groups.numel() * scales.size]
+    here = replace(scales, scale=_copied(scales.scale, like.device), zero=_copied(scales.zero, like.device))
+    weight = here.values(values.view(*groups, scales.size)).flatten(1)[:, : like.shape[1]].to(like.dtype)
+    return weight + 0 if mask is None else weight.masked_fill(~mask.view(like.shape), 0)  # 0 + -0 is 0
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -233,11 +271,11 @@ def prune_densities(
 
 
 def masked_layer(name: str, pattern: Pattern, layer: PrunedLayer, dtype: torch.dtype, seconds: float) -> MaskedWeight:
-    """Cast a pruned weight to ``dtype``, and store it as a mask and values with its report."""
-    mask, values = _masked(layer.weight.to(dtype))
-    density = len(values) / layer.weight.numel()
+    """Cast a pruned weight to ``dtype``, and store it with its report."""
+    weight = layer.weight.to(dtype)
+    density = int(weight.count_nonzero()) / weight.numel()
     report = LayerReport(name, str(pattern), density, layer.error, layer.outcome, seconds, layer.scales)
-    return MaskedWeight(mask, values, report)
+    return to_masked(weight, report)
 
 
 def _save(journal: Journal, index: int, number: int, pruned: Mapping[str, Mapping[int, MaskedWeight]]) -> None:

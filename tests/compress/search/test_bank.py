@@ -18,6 +18,7 @@ from semisparse.compress.search import bank as bank_module
 from semisparse.compress.search.bank import Bank, build_bank, prune_densities, to_dense, to_masked
 from semisparse.compress.search.space import search_space
 from semisparse.nn import weight_of
+from semisparse.quant.group import scales_of
 from tests.compress.search.small import REPORT, SPARSEGPT, calibration, recipe
 from tests.models import random_model
 
@@ -62,6 +63,35 @@ def test_a_masked_weight_is_expanded_again(n: int, k: int, density: float, dtype
     assert masked.values.numel() == weight.count_nonzero()
     transposed = weight.T.contiguous().T  # strides as of a Conv1D's weight
     assert torch.equal(to_dense(to_masked(transposed, REPORT), transposed), weight)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("bits", "bytes_per_weight"), [(2, 0.5), (3, 0.5), (4, 0.5), (8, 1)])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_quantised_weight_is_stored_as_codes(
+    bits: int, bytes_per_weight: float, dtype: torch.dtype, symmetric: bool, dropped: bool
+):
+    weight = torch.randn(6, 36, generator=torch.Generator().manual_seed(bits))
+    weight[1, 8:24] = 0
+    weight[2, 3] = 0
+    if dropped:
+        weight[0, 16:32] = 0
+    scales = scales_of(weight, bits, 16, dtype, symmetric)
+    weight = scales.rounded(weight)
+    masked = to_masked(weight, replace(REPORT, scales=scales))
+    for like in (weight, weight.float()):
+        assert torch.equal(to_dense(masked, like), weight.to(like.dtype))
+        assert not to_dense(masked, like)[weight == 0].signbit().any()
+    assert masked.values.nbytes == 6 * 48 * bytes_per_weight  # the last group is padded
+    assert masked.mask.nbytes in (0, 27)
+    assert not symmetric or not masked.mask.nbytes
+
+
+def test_a_weight_that_is_none_of_the_codes_is_stored_as_it_is():
+    weight = torch.randn(6, 32).bfloat16()
+    masked = to_masked(weight, replace(REPORT, scales=scales_of(weight, 3, 16, torch.bfloat16)))
+    assert torch.equal(to_dense(masked, weight), weight)
 
 
 FIRST = {"llama": "model.layers.0.self_attn.q_proj", "gpt2": "transformer.h.0.attn.c_attn"}
