@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -182,7 +183,7 @@ def build_bank(
     """
     by_name = {linear.name: (linear, level) for linear, level in zip(space, centre, strict=True)}
     bank: Bank = {}
-    with torch.no_grad(), float32_matmuls():
+    with _Writer(journal, number, ranks) as writer, torch.no_grad(), float32_matmuls():
         activations = first_activations(
             model, layers, batches, recipe, device, ranks=ranks, offload=offload, shared=True
         )
@@ -192,10 +193,10 @@ def build_bank(
             pruned = _load(journal, index, number) if journal and keep else None
             if pruned is None:
                 pruned = _prune_decoder_layer(layer, dense, activations, index, by_name, centre_weights, recipe, prune)
-                # What was written is read from its file when it is needed: the bank takes no memory.
-                if journal and keep:
-                    _save(journal, index, number, pruned)
-                    pruned = _load(journal, index, number) or pruned
+                if keep:
+                    writer.save(index, pruned)
+            elif keep:
+                bank |= pruned
             at_centre = copy.deepcopy(dense)
             for name in layer.patterns:
                 full_name, weight = layer.full_name(name), weight_of(at_centre.get_submodule(name))
@@ -203,9 +204,48 @@ def build_bank(
             on_layer(index, dense, at_centre)
             if layer is not layers[-1]:
                 propagate(activations, index, at_centre, dense)
-            if keep:
-                bank |= pruned
-    return bank
+    return bank | writer.bank
+
+
+class _Writer:
+    """Writes the decoder layers of a bank to the journal, each while the next one is pruned.
+
+    Args:
+        journal: where to write; None to keep them in memory.
+        number: of the bank.
+        ranks: the processes.
+    """
+
+    def __init__(self, journal: Journal | None, number: int, ranks: Ranks) -> None:
+        self._journal, self._number, self._ranks = journal, number, ranks
+        self._pool = ThreadPoolExecutor(1)
+        self._writing: tuple[int, Future[None]] | None = None
+        self.bank: Bank = {}
+        """What was saved. What was written is read from its file when it is needed: it takes no memory."""
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        with self._pool:  # waits for the thread
+            if failure is None:
+                self._finish()
+
+    def save(self, index: int, pruned: Bank) -> None:
+        """Begin to write decoder layer ``index``, once the one before is written."""
+        self._finish()
+        if self._journal is None:
+            self.bank |= pruned
+        else:
+            self._writing = index, self._pool.submit(_save, self._journal, index, self._number, pruned)
+
+    def _finish(self) -> None:
+        """Wait until what is being written is written."""
+        if self._writing is not None and self._journal is not None:
+            index, writing = self._writing
+            self._ranks.first(writing.result)
+            self.bank |= _bank_of(*self._journal.written("bank", index))
+        self._writing = None
 
 
 def _prune_decoder_layer(
@@ -288,13 +328,15 @@ def _save(journal: Journal, index: int, number: int, pruned: Mapping[str, Mappin
     journal.save("bank", index, tensors, {"bank": number, "layers": layers})
 
 
-def _load(journal: Journal, index: int, number: int) -> dict[str, dict[int, MaskedWeight]] | None:
+def _load(journal: Journal, index: int, number: int) -> Bank | None:
     """Load a decoder layer of this bank from the journal; None if it is not finished."""
     piece = journal.load("bank", index)
-    if piece is None or piece[1]["bank"] != number:
-        return None
-    tensors, notes = piece
-    pruned: dict[str, dict[int, MaskedWeight]] = {}
+    return _bank_of(*piece) if piece and piece[1]["bank"] == number else None
+
+
+def _bank_of(tensors: dict[str, Tensor], notes: Any) -> Bank:
+    """Return the weights of a piece of the journal."""
+    pruned: Bank = {}
     for layer in notes["layers"]:
         name, level = layer["report"]["name"], layer["level"]
         pruned.setdefault(name, {})[level] = masked_from_json(layer["report"], tensors, f"{name} {level}")
