@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 LARGE = 1 << 30
-"""Products of numbers in a matmul from which on one with gradients is taken in three bfloat16 products: a smaller one
+"""Products of numbers in a linear layer's matmul from which on it is taken in three bfloat16 products: a smaller one
 takes less time in float32 than the launches of the three."""
 
 
 class ThreePassLinear(TorchFunctionMode):
     """A mode in which ``F.linear`` of float32 tensors on a GPU sums three bfloat16 products, as do its gradients.
 
-    An x of one dimension is left to torch, and with gradients what has fewer than `LARGE` products.
+    An x of one dimension is left to torch, and so is what has fewer than `LARGE` products.
     """
 
     def __torch_function__(
@@ -39,12 +39,11 @@ class ThreePassLinear(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    trains = torch.is_grad_enabled()
-    small = trains and x.numel() * len(weight) < LARGE
+    small = x.numel() * len(weight) < LARGE
     if small or not (x.is_cuda and x.dim() > 1 and x.dtype == weight.dtype == torch.float32):
         return F.linear(x, weight, bias)
-    rows = x.flatten(0, -2)
-    y = (linear_with_gradients if trains else _times)(rows, weight).unflatten(0, x.shape[:-1])
+    multiply = linear_with_gradients if torch.is_grad_enabled() else _times
+    y = multiply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
 
 

@@ -236,7 +236,11 @@ class JointSearch:
             rng = random.Random(f"{self._seed} {number} {generation}")
             drawn = {losses.costs.allocate(self._disturbed(rng), self._limits) for _ in range(PROPOSALS)} - {best}
             few = rng.sample(range(losses.scored_batches), max(1, losses.scored_batches // 4))
-            quick = losses.quick_kl(sorted(drawn), few)
+            if len(few) == losses.scored_batches:
+                losses.score(sorted(drawn))
+                quick = {one: losses.kl(one) for one in drawn}
+            else:
+                quick = losses.quick_kl(sorted(drawn), few)
             ranked = sorted(quick, key=quick.__getitem__)[: PROPOSALS // 4]
             losses.score(ranked)
             best = min([best, *ranked], key=losses.kl)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from semisparse.compress.decoder import copy_to, decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
+from semisparse.compress.propagate import float32_matmuls
 from semisparse.compress.search.bank import Bank, Levels, to_dense
 from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of
@@ -184,6 +185,7 @@ class Scorer:
         ranks: the processes that score; each has a scorer, and makes the same calls in the same order.
     """
 
+    @float32_matmuls()
     def __init__(
         self,
         model: nn.Module,
@@ -225,6 +227,7 @@ class Scorer:
         """Score a candidate on some batches, given by their indices."""
         return self.score_all([(candidate, batches)])[0]
 
+    @float32_matmuls()
     def score_all(self, wanted: Wanted, keep_states: bool = True) -> list[list[BatchScore]]:
         """Score candidates, each on some batches. The ranks divide the pairs of candidate and batch by cost."""
         firsts = [self._first_changed(candidate) for candidate, _ in wanted]
@@ -241,6 +244,7 @@ class Scorer:
             for number, (_, batches) in enumerate(wanted)
         ]
 
+    @float32_matmuls()
     def set_parent(self, candidate: Candidate, scores: list[BatchScore]) -> None:
         """Make a candidate the parent; ``scores`` are its scores on all batches, in order."""
         first = self._first_changed(candidate)

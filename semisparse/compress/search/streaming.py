@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from semisparse.compress.decoder import copy_to, decoder_layers, logits_after, record_calls
+from semisparse.compress.propagate import float32_matmuls
 from semisparse.compress.search.bank import to_dense
 from semisparse.compress.search.passing import frame_of
 from semisparse.compress.search.score import BatchScore, Own, Scored, Scorer, ScoringBatch, scoring_batch
@@ -53,6 +54,7 @@ class StreamingScorer(Scorer):
                     states[batch] = call(layer, states[batch])
             return [scoring_batch(ids, self._logits(batch, states[batch])) for batch, ids in enumerate(padded)]
 
+    @float32_matmuls()
     def set_parent(self, candidate: Candidate, scores: list[BatchScore]) -> None:
         first = self._first_changed(candidate)
         missing = [batch for batch, score in enumerate(scores) if not score.states]
