@@ -10,6 +10,7 @@ H200.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -91,19 +92,22 @@ def multiplier(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _high_high_low(x: Tensor, dim: int) -> Tensor:
     """Return the halves high, high and low concatenated along the summed dimension: the left operand of `_sum`."""
-    high, low = _halves(x)
-    return torch.cat((high, high, low), dim)
+    return _halves(x, dim, low_first=False)
 
 
 def _low_high_high(x: Tensor, dim: int) -> Tensor:
     """Return the halves low, high and high concatenated along the summed dimension: the right operand of `_sum`."""
-    high, low = _halves(x)
-    return torch.cat((low, high, high), dim)
+    return _halves(x, dim, low_first=True)
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(x: Tensor, dim: int, low_first: bool) -> Tensor:
+    if x.is_cuda and x.dtype == torch.float32 and find_spec("triton"):
+        from semisparse.compress.three_pass_triton import split
+
+        return split(x, dim, low_first)
     high = x.bfloat16()
-    return high, (x - high).bfloat16()
+    low = (x - high).bfloat16()
+    return torch.cat((low, high, high) if low_first else (high, high, low), dim)
 
 
 def _sum(left: Tensor, right: Tensor) -> Tensor:

@@ -20,6 +20,27 @@ def test_sums_of_outer_products_against_float64():
     assert (outer_sum(left, right) - exact).norm() <= ERROR * exact.norm()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("low_first", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_splits_as_torch_does(dim: int, low_first: bool, transposed: bool):
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
+    from semisparse.compress.three_pass_triton import split
+
+    x = torch.randn(13, 300, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x = x.T if transposed else x
+    found = split(x, dim, low_first)
+    high = x.bfloat16()
+    halves = (high, high, (x - high).bfloat16())
+    expected = torch.cat(halves[::-1] if low_first else halves, dim)
+    assert found.shape == expected.shape
+    if DEVICE == "cuda":  # Triton's interpreter rounds to bfloat16 in another way
+        assert torch.equal(found, expected)
+    first, second, third = found.float().chunk(3, dim)
+    assert torch.equal(second, first if not low_first else third)
+    assert ((first + third) - x).abs().max() <= ERROR * x.abs().max()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="CPUs compute in float32: no GPU here")
 def test_linear_layers_on_a_gpu_against_float64(monkeypatch):
     monkeypatch.setattr(three_pass, "LARGE", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -66,21 +67,39 @@ class _FakeQuantised(nn.Module):
     def __init__(self, linear: nn.Module, scales: TrainableScales, initial: GroupScales) -> None:
         super().__init__()
         weight = weight_of(linear)
-        kept = stored_groups(weight, initial.size).repeat_interleave(initial.size, dim=1)
-        self._kept = kept[:, : weight.shape[1]].to(weight.dtype)
+        self._groups = stored_groups(weight, initial.size)
         self._bits, self._size = initial.bits, initial.size
         self._transposed = weight.stride(-1) != 1 or weight.shape != linear.get_parameter("weight").shape
         self.scales = scales
         with torch.no_grad():
             self._scale, self._zero = scales()
+        self._kept: Tensor | None = None
+        if not has_tuning_kernel(weight):
+            kept = self._groups.repeat_interleave(initial.size, dim=1)
+            self._kept = kept[:, : weight.shape[1]].to(weight.dtype)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the fake-quantised weight, in the shape of the linear layer's own parameter."""
         rows = weight.T if self._transposed else weight
-        codes = straight_through_codes(rows, self._scale, self._zero, self._bits, self._size)
         scale, zero = self.scales()
-        quantised = dequantise(codes, scale, zero, self._bits)[:, : rows.shape[1]] * self._kept
+        if self._kept is None:
+            quantised = self._by_kernel(rows, scale, zero)
+        else:
+            codes = straight_through_codes(rows, self._scale, self._zero, self._bits, self._size)
+            quantised = dequantise(codes, scale, zero, self._bits)[:, : rows.shape[1]] * self._kept
         return quantised.T if self._transposed else quantised
+
+    def _by_kernel(self, rows: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        from semisparse.compress.tune.quantised_triton import FakeQuantise, Groups
+
+        groups = Groups(self._scale, self._zero, self._groups, self._bits, self._size)
+        found: Tensor = FakeQuantise.apply(rows, scale, zero, groups)
+        return found
+
+
+def has_tuning_kernel(weight: Tensor) -> bool:
+    """Return whether the Triton kernels of quantised_triton.py quantise this weight while it is tuned."""
+    return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 
 def add_fake_quantisation(linear: nn.Module, scales: GroupScales) -> TrainableScales:

@@ -97,9 +97,11 @@ def train(
     rng = random.Random(seed)
     held_out, steps = _plan_steps(tokens, epochs, rng)
     parameters = [parameter for group in param_groups for parameter in group["params"]]
-    optimiser = torch.optim.AdamW(param_groups, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _cosine(step / len(steps)))
     device = parameters[0].device
+    # On a GPU one kernel instead of seven reads and writes weights, gradients and moments.
+    how = {"betas": (0.9, 0.99), "weight_decay": 0.0, "fused": device.type == "cuda"}
+    optimiser = torch.optim.AdamW(param_groups, **how)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _cosine(step / len(steps)))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     stopping = _EarlyStopping(parameters, loss, held_out, tokens)
