@@ -277,10 +277,15 @@ class JointSearch:
         return min(sorted(found), key=losses.kl)
 
     def finalists(self, best: Assignment) -> dict[str, Assignment]:
-        """Return by label what may be better than ``best`` after tuning, beside ``best`` itself."""
+        """Return by label what may be better than ``best`` after tuning, beside ``best`` itself.
+
+        If ``best`` has no zeros either, another assignment without zeros is not expected to gain more from tuning.
+        """
         losses, found = self._losses, dict[str, Assignment]()
         plain, single = self._without_zeros, self.single_choice(best)
-        if plain is not None and plain != best and losses.kl(plain) <= HOPELESS * losses.kl(best):
+        has_zeros = not all(whole[pick] for whole, pick in zip(losses.without_zeros, best, strict=True))
+        factor = HOPELESS if has_zeros else 1.0
+        if plain is not None and plain != best and losses.kl(plain) <= factor * losses.kl(best):
             found["without zeros"] = plain
         if single is not None and single != plain:
             label = losses.best_uniform(self._limits)
