@@ -99,7 +99,7 @@ def work_of(model: PreTrainedModel, kind: str, tokens: int, device: str, clock: 
     scored, where = scoring_batches(batches, plan.search_tokens, 0), torch.device(device)
     run = (where, 1, clock.progress, None, Ranks(), None, False)
     anew = PrunedAnew(model, layers, space, batches, scored, plan, *run)
-    return lambda: anew.kl_of((0,) * len(space))
+    return lambda: anew.kls_of([(0,) * len(space)])
 
 
 def peak_memory(work: Callable[[], object], device: str) -> tuple[float, float]:

@@ -20,7 +20,15 @@ from semisparse.compress.recipe import Recipe
 from semisparse.compress.routed import CalibratedLinear, routed_statistics
 from semisparse.compress.staying_dense import is_ignored, matrix_dims, reason_to_stay_dense
 from semisparse.compress.three_pass import ThreePassLinear
-from semisparse.compress.trace import RoutedLayers, SharedInput, capture, find_inputs
+from semisparse.compress.trace import (
+    HookPoint,
+    Inputs,
+    RoutedLayers,
+    SharedInput,
+    capture,
+    capture_all,
+    find_inputs,
+)
 from semisparse.errors import InputError
 from semisparse.nn import weight_of
 from semisparse.patterns import Pattern, parse_pattern
@@ -76,6 +84,9 @@ class Activations:
         ranks: the processes among which the batches are divided.
         parts: of the sums over all batches, those that this rank computes.
         offload: the directory of hidden states on disk; None if they are in memory.
+        seen: for each batch what the linear layers of the current decoder layer read in the dense model, if several
+            compressed models share it; else None, and it is computed again for each linear layer.
+        last: a mapping to which what the last linear layer reads in the compressed model is written, by batch.
     """
 
     device: torch.device
@@ -86,6 +97,8 @@ class Activations:
     ranks: Ranks
     parts: Parts
     offload: Path | None
+    seen: Sequence[Mapping[HookPoint, Tensor]] | None = None
+    last: dict[int, Mapping[HookPoint, Tensor]] | None = None
 
 
 def list_decoder_layers(model: nn.Module, recipe: Recipe, patterns: Mapping[str, Pattern]) -> list[DecoderLayer]:
@@ -170,8 +183,36 @@ def first_activations(
     return Activations(device, calls, compressed, dense, residual_target, ranks, parts, offload)
 
 
+def inputs_of(layer: DecoderLayer, dense: nn.Module, activations: Activations, index: int) -> Inputs:
+    """Return what the linear layers of decoder layer ``index`` read; ``dense`` is its copy on the device."""
+    names = {name: layer.full_name(name) for name in layer.patterns}
+    call = activations.calls[index][0]
+    return activations.ranks.first(lambda: find_inputs(dense, names, call, activations.compressed[0]))
+
+
+def dense_pass(
+    dense: nn.Module, inputs: Inputs, activations: Activations, index: int
+) -> tuple[list[dict[HookPoint, Tensor]] | None, list[Tensor]]:
+    """Run decoder layer ``index`` of the dense model on all batches.
+
+    Returns:
+        What the linear layers read, as in `Activations`, None where pruning does not compare with the dense model; and
+        the hidden states after the decoder layer, none without hidden states of the dense model.
+    """
+    if activations.dense is None:
+        return None, []
+    pairs = zip(activations.calls[index], activations.dense, strict=True)
+    found = [capture_all(dense, inputs, call, hidden) for call, hidden in pairs]
+    return [seen for seen, _ in found] if activations.residual_target else None, [output for _, output in found]
+
+
 def linears_with_statistics(
-    layer: DecoderLayer, dense: nn.Module, working: nn.Module, activations: Activations, index: int
+    layer: DecoderLayer,
+    dense: nn.Module,
+    working: nn.Module,
+    activations: Activations,
+    index: int,
+    known: Inputs | None = None,
 ) -> Iterator[list[CalibratedLinear]]:
     """Yield a decoder layer's linear layers in call order, those that share an input together.
 
@@ -184,11 +225,11 @@ def linears_with_statistics(
         working: another such copy, whose weights the caller replaces.
         activations: before the decoder layer.
         index: of the decoder layer.
+        known: what `inputs_of` returns, if that is known.
     """
-    names = {name: layer.full_name(name) for name in layer.patterns}
     calls, hidden = activations.calls[index], activations.compressed
     ranks, parts = activations.ranks, activations.parts
-    for inputs in ranks.first(lambda: find_inputs(dense, names, calls[0], hidden[0])):
+    for inputs in inputs_of(layer, dense, activations, index) if known is None else known:
         if isinstance(inputs, RoutedLayers):
             yield from routed_statistics(working, inputs.linears, calls, hidden, ranks, parts)
             continue
@@ -212,12 +253,15 @@ def _sum_statistics(
     for batch in batches:
         call = activations.calls[index][batch]
         seen = capture(working, shared, call, activations.compressed[batch])
+        if activations.last is not None:
+            activations.last[batch] = seen
         if shared.point not in seen:
             continue
         if dense_hidden is None:
             sums.add(seen[shared.point], None, {})
             continue
-        wanted = capture(dense, shared, call, dense_hidden[batch])
+        known = activations.seen[batch] if activations.seen else None
+        wanted = capture(dense, shared, call, dense_hidden[batch]) if known is None else known
         gaps = {name: wanted[point] - seen[point] for name, point in shared.residuals.items()}
         sums.add(seen[shared.point], wanted[shared.point], gaps)
     return sums

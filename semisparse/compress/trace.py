@@ -59,6 +59,10 @@ class RoutedLayers:
     linears: tuple[str, ...]
 
 
+Inputs = Sequence[SharedInput | RoutedLayers]
+"""What the linear layers of a decoder layer read, in call order."""
+
+
 class _Sample(NamedTuple):
     """The activation at a hook point: features of its first tokens, [tokens, features], and its number of tokens."""
 
@@ -162,6 +166,23 @@ def capture(layer: nn.Module, shared: SharedInput, call: LayerCall, hidden: Tens
     with hooked(layer, modules, observe), contextlib.suppress(Reached):
         call(layer, hidden)
     return activations
+
+
+def capture_all(
+    layer: nn.Module, inputs: Inputs, call: LayerCall, hidden: Tensor
+) -> tuple[dict[HookPoint, Tensor], Tensor]:
+    """Run a decoder layer; return what `capture` would return for each of its shared inputs, and its output."""
+    shared = [each for each in inputs if isinstance(each, SharedInput)]
+    points = {point for each in shared for point in (each.point, *each.residuals.values())}
+    activations: dict[HookPoint, Tensor] = {}
+
+    def observe(point: HookPoint, activation: Tensor) -> None:
+        if point in points:
+            activations[point] = activation.clone()  # what follows may change it in place
+
+    with hooked(layer, {point.module for point in points}, observe):
+        output = call(layer, hidden)
+    return activations, output
 
 
 def _group_by_input(trace: Sequence[_Sample], linears: Collection[str]) -> list[list[int]]:

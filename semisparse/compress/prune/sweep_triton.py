@@ -18,20 +18,20 @@ ROWS, WARPS = 4, 1
 
 
 @triton.jit
-def _keep_highest(scores, columns, KEEP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Mark the KEEP highest scores of each window; of equal scores those in lower columns.
+def _keep_highest(scores, columns, keep, WINDOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Mark the ``keep`` highest scores of each window; of equal scores those in lower columns.
 
     A key is the score's bits followed by the reversed column index: keys sort in this order, and no two are equal.
     """
     bits = scores.to(tl.int32, bitcast=True).to(tl.int64)
     keys = tl.reshape((bits << 32) + (COLUMNS - columns)[None, :], (ROWS, COLUMNS // WINDOW, WINDOW))
     ordered = tl.sort(keys, descending=True)
-    last = tl.arange(0, WINDOW) == KEEP - 1
+    last = tl.arange(0, WINDOW) == keep - 1
     lowest = tl.sum(tl.where(last[None, None, :], ordered, 0), axis=2)
     return tl.reshape(keys >= lowest[:, :, None], (ROWS, COLUMNS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keep"])  # a search prunes to any number: each would be compiled, in 1.5 s
 def semisparse_prune_windows(
     weight,
     kept,
@@ -41,16 +41,16 @@ def semisparse_prune_windows(
     columns,
     start,
     stop,
-    KEEP: tl.constexpr,
+    keep,
     WINDOW: tl.constexpr,
     INTERVAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Prune columns ``start`` to ``stop`` of weight [rows, columns] in place. Grid: (ceil(rows / ROWS),).
+    """Prune columns ``start`` to ``stop`` of weight [rows, columns] in place, to ``keep`` of each WINDOW.
 
-    Writes the mask to kept [rows, columns] int8, and each column's loss to losses [rows, COLUMNS]. A window's mask is
-    chosen anew before every INTERVAL-th column; ``upper`` is [columns, columns].
+    Grid: (ceil(rows / ROWS),). Writes the mask to kept [rows, columns] int8, and each column's loss to losses [rows,
+    COLUMNS]. A window's mask is chosen anew before every INTERVAL-th column; ``upper`` is [columns, columns].
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -69,7 +69,7 @@ def semisparse_prune_windows(
             scores = scores * scores
             final = tl.where(mask != 0, float("inf"), -1.0)
             scores = tl.where((column < i)[None, :], final, scores)
-            chosen = _keep_highest(scores, column, KEEP, WINDOW, ROWS, COLUMNS)
+            chosen = _keep_highest(scores, column, keep, WINDOW, ROWS, COLUMNS)
             window = (column >= first) & (column < first + WINDOW)
             mask = tl.where(window[None, :], chosen.to(tl.int32), mask)
         here = (column == i)[None, :]
@@ -126,7 +126,7 @@ def prune_windows(
                 columns,
                 start,
                 stop,
-                KEEP=keep,
+                keep,
                 WINDOW=window,
                 INTERVAL=interval,
                 ROWS=ROWS,

@@ -168,7 +168,7 @@ def _sample(batches: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
 
 def _search_profile(space: Sequence[LinearSpace], anew: PrunedAnew) -> SearchResult:
     """Run ``search=profile``; return the best candidate that it pruned."""
-    search_profile(space, anew.kl_of, kept_weights(space, (0,) * len(space)))
+    search_profile(space, anew.kls_of, kept_weights(space, (0,) * len(space)))
     best, first = anew.best, anew.evaluations[0]
     patterns = {linear.name: linear.patterns[level] for linear, level in zip(space, best.candidate, strict=True)}
     tokens = sum(evaluation.tokens for evaluation in anew.evaluations)

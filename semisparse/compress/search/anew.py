@@ -1,4 +1,7 @@
-"""Candidates of ``search=profile``: the whole model is pruned to each, scored, and kept if it is the best so far."""
+"""Candidates of ``search=profile``: the whole model is pruned to each, scored, and kept if it is the best so far.
+
+Where no weights are kept, candidates that do not depend on each other are pruned side by side (together.py).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ from semisparse.compress.search.bank import (
 )
 from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.space import Candidate, LinearSpace
+from semisparse.compress.search.together import prune_side_by_side
+
+TOGETHER = 5
+"""Candidates that are pruned side by side, at most. An interrupted run repeats those that it was in."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class PrunedAnew:
         ranks: the processes that search; each has such an object, and makes the same calls in the same order.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
         keep: whether the best candidate's weights are needed. If not, no weights are stored, and an interrupted run
-            repeats the candidate that it was in from its first decoder layer.
+            repeats the candidates that it was in from the first decoder layer.
     """
 
     def __init__(
@@ -83,19 +90,15 @@ class PrunedAnew:
     ) -> None:
         self._space, self._journal, self._keep = space, journal, keep
         self._most, self._progress = most, progress
-        self._build_bank = partial(
-            build_bank,
-            model,
-            layers,
-            batches=batches,
-            recipe=recipe,
-            device=device,
-            journal=journal,
-            prune=prune_densities,
-            ranks=ranks,
-            offload=offload,
-            keep=keep,
-        )
+        how: dict[str, Any] = {
+            "batches": batches,
+            "recipe": recipe,
+            "device": device,
+            "ranks": ranks,
+            "offload": offload,
+        }
+        self._build_bank = partial(build_bank, model, layers, journal=journal, prune=prune_densities, **how)
+        self._prune_side_by_side = partial(prune_side_by_side, model, layers, **how)
         self._scorer = PassingScorer(model, token_batches, device, ranks)
         self.evaluations: list[Evaluation] = []
         """All evaluations so far, in order."""
@@ -105,26 +108,35 @@ class PrunedAnew:
         """The evaluation with the lowest KL, the first of equal ones."""
         return min(self.evaluations, key=lambda evaluation: evaluation.kl)
 
-    def kl_of(self, candidate: Candidate) -> float:
-        """Prune and score a candidate; return its KL, in nats per token.
+    def kls_of(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Prune and score candidates; return the KL of each, in nats per token.
 
         Raises:
             InputError: a weight or its inputs cannot be used.
         """
-        number = len(self.evaluations)
-        finished = self._journal.load("pass", number) if self._journal else None
-        if finished:
-            evaluation = _read(candidate, *finished)
-        else:
-            evaluation = self._evaluate(candidate, number)
-            self._save(number, evaluation)
+        first = number = len(self.evaluations)
+        last = first + len(candidates)
+        while number < last:
+            finished = self._journal.load("pass", number) if self._journal else None
+            some = candidates[number - first :][: 1 if finished or self._keep else TOGETHER]
+            if finished:
+                found = [_read(some[0], *finished)]
+            else:
+                found = [self._evaluate(some[0], number)] if self._keep else self._evaluate_together(some, number)
+            for evaluation in found:
+                if not finished:
+                    self._save(number, evaluation)
+                self._append(evaluation)
+                number += 1
+        return [evaluation.kl for evaluation in self.evaluations[first:]]
+
+    def _append(self, evaluation: Evaluation) -> None:
         if evaluation.weights:  # it is the best so far: the former best's are not needed
             for earlier, other in enumerate(self.evaluations):
                 if other.weights:
                     self.evaluations[earlier] = replace(other, weights={})
                     self._save(earlier, self.evaluations[earlier])
         self.evaluations.append(evaluation)
-        return evaluation.kl
 
     def _save(self, number: int, evaluation: Evaluation) -> None:
         if not self._journal:
@@ -134,10 +146,25 @@ class PrunedAnew:
         notes = {"kl": evaluation.kl, "tokens": evaluation.tokens, "layers": layers}
         self._journal.save("pass", number, tensors, notes)
 
-    def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
-        def progress(stage: str, done: int, total: int) -> None:
-            self._progress("search: pruning the model to candidates", number * total + done, self._most * total)
+    def _report(self, first: int, count: int, done: int, total: int) -> None:
+        """Report decoder layers, ``done`` of ``total`` of ``count`` candidates; others are finished."""
+        each = total // count
+        self._progress("search: pruning the model to candidates", first * each + done, self._most * each)
 
+    def _evaluate_together(self, candidates: Sequence[Candidate], first: int) -> list[Evaluation]:
+        """Evaluate candidates side by side, without their weights."""
+        pairs = (zip(self._space, candidate, strict=True) for candidate in candidates)
+        self._scorer.begin(len(candidates))
+        self._prune_side_by_side(
+            candidates=[{linear.name: linear.patterns[level] for linear, level in each} for each in pairs],
+            progress=partial(self._report, first, len(candidates)),
+            on_layer=lambda number, index, dense, pruned: self._scorer.pass_through(index, dense, pruned, number),
+        )
+        kls = [self._scorer.mean_kl(number) for number in range(len(candidates))]
+        return [Evaluation(*each, {}, self._scorer.tokens) for each in zip(candidates, kls, strict=True)]
+
+    def _evaluate(self, candidate: Candidate, number: int) -> Evaluation:
+        """Evaluate a candidate, with its weights if it is the best so far."""
         levels = [linear.restricted_to(level, 0, 0) for linear, level in zip(self._space, candidate, strict=True)]
         self._scorer.begin()
         bank = self._build_bank(
@@ -145,11 +172,11 @@ class PrunedAnew:
             centre=candidate,
             centre_weights={},
             number=number,
-            progress=progress,
+            progress=lambda stage, done, total: self._report(number, 1, done, total),
             on_layer=self._scorer.pass_through,
         )
         kl = self._scorer.mean_kl()
-        if not self._keep or kl >= min((evaluation.kl for evaluation in self.evaluations), default=math.inf):
+        if kl >= min((evaluation.kl for evaluation in self.evaluations), default=math.inf):
             return Evaluation(candidate, kl, {}, self._scorer.tokens)
         weights = {linear.name: bank[linear.name][level] for linear, level in zip(levels, candidate, strict=True)}
         return Evaluation(candidate, kl, weights, self._scorer.tokens)

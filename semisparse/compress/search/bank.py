@@ -59,7 +59,8 @@ Bank = dict[str, dict[int, MaskedWeight]]
 def to_masked(weight: Tensor, report: LayerReport) -> MaskedWeight:
     """Store a weight [N, K] with few bytes, on the CPU."""
     mask, values = _coded(weight, report.scales) or _masked(weight)
-    return MaskedWeight(mask.cpu(), values.cpu(), report)
+    scales = report.scales and report.scales.to(torch.device("cpu"))
+    return MaskedWeight(mask.cpu(), values.cpu(), replace(report, scales=scales))
 
 
 def _masked(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,8 @@ def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of a bank to a device, to a GPU without waiting for what it still computes."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    pins = device.type == "cuda" and not tensor.is_cuda
+    return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
 
 class Levels(Protocol):
@@ -154,7 +156,6 @@ def build_bank(
     prune: PruneLevels[AnyLevels],
     ranks: Ranks,
     offload: Path | None,
-    keep: bool = True,
     on_layer: Callable[[int, nn.Module, nn.Module], None] = lambda index, dense, at_centre: None,
 ) -> Bank:
     """Prune every linear layer to every level, on the outputs of the layers before it at their centre level.
@@ -175,7 +176,6 @@ def build_bank(
         prune: returns a weight at every level, such as `prune_densities`.
         ranks: the processes that build the bank.
         offload: a directory for hidden states, as in `compress_decoder_layers`.
-        keep: whether to return the weights, and to store them in the journal; else they are gone with their layer.
         on_layer: called with each decoder layer's index, its dense copy and its copy at the centre level, in float32.
 
     Raises:
@@ -190,12 +190,11 @@ def build_bank(
         for index, layer in enumerate(layers):
             progress("pruning every layer in every way", index, len(layers))
             dense = layer.copy(device)
-            pruned = _load(journal, index, number) if journal and keep else None
+            pruned = _load(journal, index, number) if journal else None
             if pruned is None:
                 pruned = _prune_decoder_layer(layer, dense, activations, index, by_name, centre_weights, recipe, prune)
-                if keep:
-                    writer.save(index, pruned)
-            elif keep:
+                writer.save(index, pruned)
+            else:
                 bank |= pruned
             at_centre = copy.deepcopy(dense)
             for name in layer.patterns:

@@ -38,30 +38,35 @@ class PassingScorer:
         self._ids = [ids.clamp_min(0) for ids in self._padded]
         self._entering: list[Tensor] = []
         self._calls = record_calls(self._frame, self._modules, self._ids, self._entering.append)
-        self._states: list[Tensor] = []
+        self._states: list[list[Tensor]] = []
         self._dense_states: list[Tensor] | None = None
         self._dense: list[ScoringBatch] = []
 
-    def begin(self) -> None:
-        """Begin a candidate. The first one's dense decoder layers run as well."""
-        self._states = list(self._entering)
+    def begin(self, candidates: int = 1) -> None:
+        """Begin some candidates side by side. The first ones' dense decoder layers run as well."""
+        self._states = [list(self._entering) for _ in range(candidates)]
         self._dense_states = None if self._dense else list(self._entering)
 
     @torch.no_grad()
-    def pass_through(self, index: int, dense: nn.Module, pruned: nn.Module) -> None:
-        """Run the batches through decoder layer ``index`` of both models, on the device in float32."""
+    def pass_through(self, index: int, dense: nn.Module, pruned: nn.Module, candidate: int = 0) -> None:
+        """Run the batches through decoder layer ``index`` of a candidate, on the device in float32.
+
+        With the first candidate they also run through the dense one.
+        """
         calls = self._calls[index]
-        self._states = [call(pruned, states) for call, states in zip(calls, self._states, strict=True)]
-        if self._dense_states is not None:
+        self._states[candidate] = [
+            call(pruned, states) for call, states in zip(calls, self._states[candidate], strict=True)
+        ]
+        if self._dense_states is not None and candidate == 0:
             self._dense_states = [call(dense, states) for call, states in zip(calls, self._dense_states, strict=True)]
 
     @torch.no_grad()
-    def mean_kl(self) -> float:
+    def mean_kl(self, candidate: int = 0) -> float:
         """Return KL(dense || candidate), mean in nats per token, once all decoder layers have passed."""
         if self._dense_states is not None:
             pairs = zip(self._padded, self._logits(self._dense_states), strict=True)
-            self._dense = [scoring_batch(padded, logits) for padded, logits in pairs]
-        found = zip(self._dense, self._logits(self._states), strict=True)
+            self._dense, self._dense_states = [scoring_batch(padded, logits) for padded, logits in pairs], None
+        found = zip(self._dense, self._logits(self._states[candidate]), strict=True)
         own = [float(batch.kl_of(logits)) for batch, logits in found]
         return sum(kl for kls in self._ranks.gather(own) for kl in kls) / self._count
 

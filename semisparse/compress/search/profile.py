@@ -51,7 +51,9 @@ def most_candidates(space: Sequence[LinearSpace]) -> int:
     return 1 + len(hadamard(len(factors_of(space)) + 1)) + MAX_STEPS
 
 
-def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], float], budget: int) -> None:
+def search_profile(
+    space: Sequence[LinearSpace], kls_of: Callable[[Sequence[Candidate]], list[float]], budget: int
+) -> None:
     """Score candidates, the uniform one first.
 
     The effects of all factors are measured together, with one candidate per row of a Hadamard matrix that has a column
@@ -60,16 +62,14 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
 
     Args:
         space: the linear layers and their levels.
-        kl_of: prunes the model to a candidate, and scores it.
+        kls_of: prunes the model to candidates, and scores them; those of one call do not depend on each other.
         budget: the weights that a candidate may keep.
     """
     shares = factors_of(space)
-    kl_of((0,) * len(space))
     signs = [dict(zip(shares, row[1:], strict=False)) for row in hadamard(len(shares) + 1)]
-    losses = []
-    for row in signs:
-        kl = kl_of(fitted(space, {factor: STEP * sign for factor, sign in row.items()}, budget))
-        losses.append(math.log(max(kl, math.ulp(0.0))))
+    shifted = [{factor: STEP * sign for factor, sign in row.items()} for row in signs]
+    _, *kls = kls_of([(0,) * len(space), *(fitted(space, shifts, budget) for shifts in shifted)])
+    losses = [math.log(max(kl, math.ulp(0.0))) for kl in kls]
     # A factor that changes few weights takes few from the others, so its step is divided by the root of its share.
     step = {
         factor: -sum(loss * row[factor] for loss, row in zip(losses, signs, strict=True)) / share**0.5
@@ -78,7 +78,8 @@ def search_profile(space: Sequence[LinearSpace], kl_of: Callable[[Candidate], fl
     longest = max(map(abs, step.values()), default=0.0) or 1.0
     before = math.inf
     for length in range(1, MAX_STEPS + 1):
-        kl = kl_of(fitted(space, {factor: length * STEP * by / longest for factor, by in step.items()}, budget))
+        shifts = {factor: length * STEP * by / longest for factor, by in step.items()}
+        (kl,) = kls_of([fitted(space, shifts, budget)])
         if kl > before:
             break
         before = kl

@@ -98,7 +98,7 @@ def test_the_steps_follow_the_effects_and_stop_when_worse():
         scores.append((math.exp((mean - 12) ** 2 / 100), mean, candidate))
         return scores[-1][0]
 
-    search_profile(space, kl_of, kept_weights(space, uniform_of(space)))
+    search_profile(space, lambda candidates: list(map(kl_of, candidates)), kept_weights(space, uniform_of(space)))
     assert scores[0][2] == uniform_of(space)
     assert len(scores) == 1 + 8 + 3  # steps of some 6 and 12 levels are better, that of 18 is worse
     assert min(scores)[1] == pytest.approx(12, abs=1.5)
@@ -114,7 +114,7 @@ def test_steps_end_at_the_longest():
         scores.append(math.exp(-candidate[1] / 10))
         return scores[-1]
 
-    search_profile(space, kl_of, kept_weights(space, uniform_of(space)))
+    search_profile(space, lambda candidates: list(map(kl_of, candidates)), kept_weights(space, uniform_of(space)))
     assert len(scores) == 1 + 8 + MAX_STEPS
 
 
@@ -139,9 +139,14 @@ def profiled(part: int, journal: Journal | None) -> Profiled:
         seen.append(sum(batch.numel() for batch in batches))
         return real_bank(*arguments, batches=batches, **options)
 
-    real_bank = anew.build_bank
+    def prune_side_by_side(*arguments, batches, candidates, **options):
+        seen.extend([sum(batch.numel() for batch in batches)] * len(candidates))
+        return real_pruning(*arguments, batches=batches, candidates=candidates, **options)
+
+    real_bank, real_pruning = anew.build_bank, anew.prune_side_by_side
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(anew, "build_bank", build_bank)
+        patch.setattr(anew, "prune_side_by_side", prune_side_by_side)
         patch.setattr(search, "PROFILE_TOKENS", TOKENS // part)
         result = search_patterns(
             regular_model(), calibration(), PLAN, seed=0, journal=journal,
@@ -217,7 +222,7 @@ def test_a_sample_is_spread_over_the_text(tokens: int, kept: list[int]):
 def test_resumed_at_any_call_of_progress(
     calls: int, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
-    """In the second layer of a candidate, and after the best one; a candidate has five calls.
+    """Among the first candidates, and after the best one; a candidate has five calls.
 
     On the whole text, where weights are kept, and on a part of it, where the journal has the weights of none.
     """
@@ -242,7 +247,8 @@ def test_resumed_at_any_call_of_progress(
         journal=Journal(tmp_path, {}),
     )
     assert again == expected
-    assert len(resumed) == 5 * expected.evaluations - (calls - 1) // 5 * 5
+    ends = range(0, 100, 5) if part == 1 else [0, 5 * anew.TOGETHER, *range(5 * 9, 100, 5)]  # of finished candidates
+    assert len(resumed) == 5 * expected.evaluations - max(end for end in ends if end < calls)
     for name, masked in expected.weights.items():
         assert torch.equal(masked.values, again.weights[name].values)
     if part == 2:
