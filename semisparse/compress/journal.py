@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -118,16 +118,21 @@ class Journal:
         notes = [report_to_json(report, tensors, report.name) for report in reports]
         self.save("block", index, tensors, notes)
 
-    def load(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
-        """Load piece ``index`` of a part of the work: tensors by name and notes; None if it is absent or damaged.
+    def load(
+        self, part: str, index: int, wanted: Callable[[Any], bool] = lambda notes: True
+    ) -> tuple[dict[str, Tensor], Any] | None:
+        """Load piece ``index`` of a part of the work: tensors by name and notes.
 
-        The tensors are those of the file, mapped into memory.
+        None if it is absent or damaged, or if its notes are not ``wanted``: then its file, which may be large, is not
+        read. The tensors are those of the file, mapped into memory.
         """
         notes_path, tensors_path = self._paths(part, index)
         if not notes_path.exists():
             return None
         try:
             entry = json.loads(notes_path.read_bytes())
+            if not wanted(entry["notes"]):
+                return None
             with tensors_path.open("rb") as file:
                 if entry["checksum"] != _checksum(iter(partial(file.read, 1 << 24), b""), entry["notes"]):
                     raise ValueError("its checksum does not match")
@@ -206,12 +211,14 @@ class SharedJournal(Journal):
     def __init__(self, journal: Journal, ranks: Ranks) -> None:
         self._directory, self._ranks = journal._directory, ranks
 
-    def load(self, part: str, index: int) -> tuple[dict[str, Tensor], Any] | None:
+    def load(
+        self, part: str, index: int, wanted: Callable[[Any], bool] = lambda notes: True
+    ) -> tuple[dict[str, Tensor], Any] | None:
         """Load a piece; the first rank checks it."""
         pieces: list[Any] = []
 
         def check() -> tuple[Any] | None:
-            pieces.append(Journal.load(self, part, index))
+            pieces.append(Journal.load(self, part, index, wanted))
             return None if pieces[0] is None else (pieces[0][1],)
 
         notes = self._ranks.first(check)

@@ -51,6 +51,19 @@ class MaskedWeight(NamedTuple):
     values: Tensor
     report: LayerReport
 
+    def to(self, device: torch.device) -> MaskedWeight:
+        """Copy it to a device, to a GPU without waiting for what that still computes."""
+        scales = self.report.scales
+        if scales:
+            scales = replace(scales, scale=_copied(scales.scale, device), zero=_copied(scales.zero, device))
+        report = replace(self.report, scales=scales)
+        return MaskedWeight(_copied(self.mask, device), _copied(self.values, device), report)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, without those of the scales."""
+        return self.mask.nbytes + self.values.nbytes
+
 
 Bank = dict[str, dict[int, MaskedWeight]]
 """Pruned weights by module name of the linear layer and by level: in host memory, or mapped from the journal."""
@@ -96,10 +109,10 @@ def _coded(weight: Tensor, scales: GroupScales | None) -> tuple[Tensor, Tensor] 
 
 def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
     """Expand a masked weight to the shape, dtype and device of ``like``."""
-    scales, values = masked.report.scales, _copied(masked.values, like.device)
-    mask = None
-    if len(masked.mask):
-        bits = (_copied(masked.mask, like.device)[:, None] >> _bit_positions(like.device)) & 1
+    packed_mask, values, report = masked.to(like.device)
+    mask, scales = None, report.scales
+    if len(packed_mask):
+        bits = (packed_mask[:, None] >> _bit_positions(like.device)) & 1
         mask = bits.flatten()[: like.numel()].bool()
     if scales is None or values.dtype != torch.uint8:
         assert mask is not None
@@ -109,14 +122,13 @@ def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
     groups = scales.scale.shape
     if scales.bits <= 4:
         values = torch.stack((values & 15, values >> 4), 1).flatten()[: groups.numel() * scales.size]
-    here = replace(scales, scale=_copied(scales.scale, like.device), zero=_copied(scales.zero, like.device))
-    weight = here.values(values.view(*groups, scales.size)).flatten(1)[:, : like.shape[1]].to(like.dtype)
+    weight = scales.values(values.view(*groups, scales.size)).flatten(1)[:, : like.shape[1]].to(like.dtype)
     return weight + 0 if mask is None else weight.masked_fill(~mask.view(like.shape), 0)  # 0 + -0 is 0
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of a bank to a device, to a GPU without waiting for what it still computes."""
-    pins = device.type == "cuda" and not tensor.is_cuda
+    pins = device.type == "cuda" and not tensor.is_cuda and tensor.numel() > 0
     return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
 
@@ -329,8 +341,8 @@ def _save(journal: Journal, index: int, number: int, pruned: Mapping[str, Mappin
 
 def _load(journal: Journal, index: int, number: int) -> Bank | None:
     """Load a decoder layer of this bank from the journal; None if it is not finished."""
-    piece = journal.load("bank", index)
-    return _bank_of(*piece) if piece and piece[1]["bank"] == number else None
+    piece = journal.load("bank", index, lambda notes: bool(notes["bank"] == number))
+    return _bank_of(*piece) if piece else None
 
 
 def _bank_of(tensors: dict[str, Tensor], notes: Any) -> Bank:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from semisparse.compress.decoder import copy_to, decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import float32_matmuls
-from semisparse.compress.search.bank import Bank, Levels, to_dense
+from semisparse.compress.search.bank import Bank, Levels, MaskedWeight, to_dense
 from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of
 
@@ -26,6 +26,10 @@ BATCHES = 16
 
 COMPARED = 2
 """Tokens that the finalists of a search are compared on, as a multiple of those that it scores candidates on."""
+
+
+HELD = 4
+"""Part of a GPU's free memory, as a divisor, that pruned weights may take there once they have been scored."""
 
 
 class BatchScore(NamedTuple):
@@ -201,6 +205,7 @@ class Scorer:
         self.tokens_run = 0
         """Tokens that `score_all` has run so far, on all ranks, with padding; the passes of the dense model and of
         `set_parent` are not counted. Tokens that skip some decoder layers count in full."""
+        self._device, self._held, self._room = device, dict[tuple[str, int], MaskedWeight](), 0
         self._batches = self._begin(model, [ids.to(device) for ids in batches], device)
 
     def _begin(self, model: nn.Module, padded: Sequence[Tensor], device: torch.device) -> list[ScoringBatch]:
@@ -209,6 +214,7 @@ class Scorer:
         self._layers = decoder_layers(self._model)[1]
         self._linears = [self._model.get_submodule(linear.name) for linear in self._space]
         self._returns_tuple = False
+        self._room = torch.cuda.mem_get_info(device)[0] // HELD if device.type == "cuda" else 0
         return [self._score_dense(ids) for ids in padded]
 
     at_once = 1
@@ -287,7 +293,15 @@ class Scorer:
     def _swap(self, index: int, level: int) -> Tensor:
         """Set a linear layer's weight to that of a level, and return the one it had."""
         linear = self._linears[index]
-        return swap_weight(linear, to_dense(self._bank[self._space[index].name][level], weight_of(linear)))
+        return swap_weight(linear, to_dense(self._on_device(self._space[index].name, level), weight_of(linear)))
+
+    def _on_device(self, name: str, level: int) -> MaskedWeight:
+        """Return a linear layer's weight at a level, which stays on a GPU as long as there is room."""
+        masked = self._held.get((name, level)) or self._bank[name][level]
+        if self._room >= masked.nbytes and not masked.values.is_cuda:
+            masked = self._held[name, level] = masked.to(self._device)
+            self._room -= masked.nbytes
+        return masked
 
     @torch.no_grad()
     def _score_batch(self, index: int, first: int) -> Scored:
