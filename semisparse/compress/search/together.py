@@ -76,8 +76,9 @@ def prune_side_by_side(
                 if layer is not layers[-1]:
                     _forward(pruned, inputs, own, index)
                 own.last = None
-            if first.dense is not None:
-                first.dense[:] = after
+            for batch, states in enumerate(after):
+                assert first.dense is not None
+                first.dense[batch] = states
 
 
 def _another(first: Activations) -> Activations:

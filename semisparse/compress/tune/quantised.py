@@ -72,7 +72,7 @@ class _FakeQuantised(nn.Module):
         self._transposed = weight.stride(-1) != 1 or weight.shape != linear.get_parameter("weight").shape
         self.scales = scales
         with torch.no_grad():
-            self._scale, self._zero = scales()
+            self._scale, self._zero = (each.contiguous() for each in scales())
         self._kept: Tensor | None = None
         if not has_tuning_kernel(weight):
             kept = self._groups.repeat_interleave(initial.size, dim=1)
