@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 
 from semisparse.api.rivals import TOKENS
 from semisparse.api.targets import menu
-from semisparse.compress import Ranks, Recipe
+from semisparse.compress import Choice, Ranks, Recipe
 from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.search import PROFILE_TOKENS, sample
+from semisparse.compress.search.anew import TOGETHER
 from semisparse.compress.search.streaming import KEPT, STATES
 from semisparse.compress.tune.predictions import KEPT as KEPT_PREDICTIONS
 from semisparse.errors import InputError
-from semisparse.patterns import parse_pattern
+from semisparse.patterns import Group, parse_pattern
+from semisparse.quant.group import KINDS, SYMMETRIC_COLUMNS
 
 HESSIANS = 10.4
 """Maximum number of float32 matrices [K, K] while a linear layer is pruned by its Hessian."""
@@ -137,7 +140,15 @@ def needs_of(
         # Two models' states; a third, the targets, while a decoder layer is tuned.
         states = (2 if plan.tune == "none" else 3) * 4 * features * sum(batch.numel() for batch in own)
         columns = max(weight.shape[1] for weight in weights)
+        sampled, held = _tokens(sample(own, PROFILE_TOKENS)), _tokens(own)
+        if plan.search == "profile" and sampled < held:  # candidates side by side, and what the dense layer reads
+            states = max(states, (TOGETHER + 1) * 4 * features * sampled)
+            compute += (
+                4 * sampled * max(sum(layer.weight(name).shape[1] for name in layer.patterns) for layer in layers)
+            )
         compute += (0 if offload else states) + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
+        if plan.search == "joint":  # the Hessian is kept for the next pattern
+            compute += 4 * columns**2
         compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
         if plan.search == "profile" or (plan.searches_bank and streams):
             drawn = plan.search_tokens + max(batch.shape[1] for batch in batches)  # whole sequences
@@ -159,12 +170,25 @@ def needs_of(
     disk = 2 * packed + whole
     if plan.search == "joint":  # every layer in every way that it may choose; one decoder layer at a time is in memory
         choices = menu(plan, rounds_activations="prompt" in dict(plan.targets))
-        ways = sum(item * parse_pattern(choice.pattern).density + 1 / 8 for choice in choices)
-        host += int(ways * max(blocks))
+        ways = sum(_bytes_per_weight(choice, item) for choice in choices)
+        host += 2 * int(ways * max(blocks))  # one decoder layer is written while the next one is pruned
         disk += int(ways * sum(weight.numel() for weight in weights))
     on_disk = (states, offload) if offload else (0, None)
     needs = Needs(host, compute, disk, *on_disk) if device.type == "cuda" else Needs(host + compute, 0, disk, *on_disk)
     return needs.on_each(ranks.on_this_host)
+
+
+def _tokens(batches: Sequence[Tensor]) -> int:
+    return sum(batch.numel() for batch in batches)
+
+
+def _bytes_per_weight(choice: Choice, item: int) -> float:
+    """Return about how many bytes a bank takes per weight of a layer that is compressed by a choice."""
+    pattern, bits = parse_pattern(choice.pattern), KINDS.get(choice.quant)
+    if bits is None:
+        return item * pattern.density + 1 / 8
+    size = pattern.size if isinstance(pattern, Group) else SYMMETRIC_COLUMNS
+    return (0.5 if bits <= 4 else 1.0) + 1 / 8 + (item + 4) / size
 
 
 def free_memory(device: torch.device, offload: Path | None) -> Needs:

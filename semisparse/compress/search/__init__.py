@@ -120,10 +120,10 @@ def search_patterns(
         )
     token_batches = scoring_batches(batches, recipe.search_tokens, seed)
     if algorithm_type is None:
-        sample = _sample(batches, PROFILE_TOKENS)
-        keep = len(sample) == len(batches)
+        some = sample(batches, PROFILE_TOKENS)
+        keep = len(some) == len(batches)
         run = (device, most_candidates(space), progress, journal, ranks, offload, keep)
-        anew = PrunedAnew(model, layers, space, sample, token_batches, recipe, *run)
+        anew = PrunedAnew(model, layers, space, some, token_batches, recipe, *run)
         return _search_profile(space, anew)
     state = State.start(uniform)
     best_weights: dict[str, MaskedWeight] = {}
@@ -159,7 +159,7 @@ def search_patterns(
     return SearchResult(patterns, best_weights, state.uniform_kl, state.kl, state.evaluations, state.tokens)
 
 
-def _sample(batches: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
+def sample(batches: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
     """Return evenly spaced batches: of all batches the fraction that ``tokens`` is of all tokens, rounded up."""
     held = sum(batch.numel() for batch in batches)
     count = math.ceil(len(batches) * min(1.0, tokens / held))

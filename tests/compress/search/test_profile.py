@@ -213,7 +213,7 @@ def test_of_all_candidates_on_the_whole_text_the_best_one_s_weights_are_stored(w
 @pytest.mark.parametrize(("tokens", "kept"), [(10**9, [0, 1, 2, 3, 4, 5, 6]), (1, [0]), (20, [0, 3]), (21, [0, 2, 4])])
 def test_a_sample_is_spread_over_the_text(tokens: int, kept: list[int]):
     batches = [torch.full((2, 5), number) for number in range(7)]
-    assert [int(batch[0, 0]) for batch in search._sample(batches, tokens)] == kept
+    assert [int(batch[0, 0]) for batch in search.sample(batches, tokens)] == kept
 
 
 @pytest.mark.slow  # test_search.py has it for other searches
