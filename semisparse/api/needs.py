@@ -140,7 +140,7 @@ def needs_of(
         # Two models' states; a third, the targets, while a decoder layer is tuned.
         states = (2 if plan.tune == "none" else 3) * 4 * features * sum(batch.numel() for batch in own)
         columns = max(weight.shape[1] for weight in weights)
-        sampled, held = _tokens(sample(own, PROFILE_TOKENS)), _tokens(own)
+        sampled, held = _tokens(sample(own, PROFILE_TOKENS) if own else ()), _tokens(own)
         if plan.search == "profile" and sampled < held:  # candidates side by side, and what the dense layer reads
             states = max(states, (TOGETHER + 1) * 4 * features * sampled)
             compute += (
