@@ -56,7 +56,7 @@ def _runs(model: str) -> dict[str, dict[Pair, Row]]:
     return found
 
 
-def _latest(model: str, mended: bool) -> dict[str, dict[Pair, Row]]:
+def latest_runs(model: str, mended: bool) -> dict[str, dict[Pair, Row]]:
     """Return a model's rows of the latest code: run, (seed, calibration sequences, tokens of the evaluation) -> row.
 
     Runs with codes are left out if they are of `OLDER` builds, or have the other gradient of scales than ``mended``.
@@ -86,7 +86,7 @@ def joint() -> str:
     """KL of `auto` beside the best uniform recipe of the same or fewer bits, on the seeds and texts that both have."""
     tables = []
     for model in MODELS:
-        older, newer = (_latest(model, mended) for mended in (False, True))
+        older, newer = (latest_runs(model, mended) for mended in (False, True))
         lines = [
             line
             for target in TARGETS
@@ -122,7 +122,7 @@ def _beside_uniform(runs: Mapping[str, Mapping[Pair, Row]], target: str, note: s
 
 def uniform() -> str:
     """KL of every uniform run with fitted scales, or without scales, by stored bits; * before the mended gradient."""
-    older, newer = ({model: _latest(model, mended) for model in MODELS} for mended in (False, True))
+    older, newer = ({model: latest_runs(model, mended) for model in MODELS} for mended in (False, True))
     every = {model: _runs(model) for model in MODELS}
     names = dict.fromkeys(run for runs in every.values() for run in runs if "+" not in run)
     shown = [run for run in names if not run.startswith("auto")]
@@ -174,7 +174,7 @@ def four_bits() -> str:
     }
     lines = []
     for model in MODELS:
-        runs, cells = _latest(model, mended=True), list[str]()
+        runs, cells = latest_runs(model, mended=True), list[str]()
         plain = {(row["seed"], row["samples"], row["tokens"]): row for row in _alike(runs["32:64"].values())}
         for run in columns.values():
             both = plain.keys() & runs.get(run, {}).keys()
@@ -196,7 +196,7 @@ EQUAL_BYTES = (
 
 def equal_bytes() -> str:
     """KL of tuned low-bit runs by stored bits, each model's bits beside it."""
-    latest = {model: _latest(model, mended=True) for model in MODELS}
+    latest = {model: latest_runs(model, mended=True) for model in MODELS}
     lines = []
     for run in EQUAL_BYTES:
         base, _, change = run.partition("+")
@@ -215,7 +215,7 @@ SWITCHES = {"submodules": "`tune_units=submodules`", "swaps": "`refine=swaps`", 
 
 def switches() -> str:
     """KL of tuned uniform runs without and with a switch, means over the seeds and texts that both have."""
-    latest = {model: _latest(model, mended=True) for model in MODELS}
+    latest = {model: latest_runs(model, mended=True) for model in MODELS}
     lines = []
     for switch, setting in SWITCHES.items():
         bases = dict.fromkeys(

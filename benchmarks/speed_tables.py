@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from engine_tables import NAMES
+from joint_tables import latest_runs
 from rows import markdown, result
 
 Row = Mapping[str, str]
@@ -163,7 +164,7 @@ README_ROWS: tuple[tuple[str, str, tuple[str, str, str] | None], ...] = (
     ("`--target bits=3.0`", "auto 3.0", None),
     ("dense W2, groups of 32", "W2 g32", None),
     ("W4, half of the groups of 16 dropped (GQSA)", "W4S50", ("gqs", "g16@50%", "w4")),
-    ("32:64 in 16 bits (RheoSparse)", "", ("bitmask", "32:64", "")),
+    ("32:64 in 16 bits (RheoSparse)", "32:64", ("bitmask", "32:64", "")),
 )
 """Name, run of joint.csv, and format, pattern and kind of the layer that was timed."""
 
@@ -191,11 +192,8 @@ def readme() -> str:
 
 
 def joint_mean(run: str, column: str) -> float:
-    """Return the mean over the seeds of a column of a run of joint.csv on babyllama-1m.
-
-    The rows are those of scales that span each group: only there all runs of the table were measured with one code.
-    """
-    rows = [row for row in result("joint.csv") if (row["model"], row["run"]) == ("babyllama-1m", f"{run}+range")]
+    """Return the mean over the seeds of a column of a run of joint.csv on babyllama-1m, of the latest code."""
+    rows = latest_runs("babyllama-1m", mended=True)[run].values()
     return sum(float(row[column]) for row in rows) / len(rows)
 
 

@@ -6,6 +6,7 @@ python docs/figures/draw.py
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -13,6 +14,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from joint_tables import latest_runs
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "results"
@@ -89,11 +93,12 @@ def _rows(name: str) -> list[dict[str, str]]:
 
 
 def _quality(axes: Axes) -> None:
-    runs: dict[str, list[tuple[float, float]]] = {}
-    for row in _rows("joint.csv"):
-        if row["model"] == "babyllama-1m":
-            runs.setdefault(row["run"], []).append((float(row["bits"]), float(row["kl"])))
-    means = {run: tuple(sum(values) / len(values) for values in zip(*of, strict=True)) for run, of in runs.items()}
+    runs = latest_runs("babyllama-1m", mended=True)
+    means = {
+        run: tuple(sum(float(row[key]) for row in rows.values()) / len(rows) for key in ("bits", "kl"))
+        for run, rows in runs.items()
+        if "+" not in run
+    }
     series = {
         "dense low bits, one recipe": (sorted(run for run in means if " g" in run), "s", BLUE),
         "W4, half of the groups dropped": (["W4S50"], "D", RED),
