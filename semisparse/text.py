@@ -41,6 +41,9 @@ def token_chunks(
         length = f"{len(ids)} tokens"
     else:
         documents = _documents(Path(source)) if isinstance(source, str | Path) else list(source)
+        other = next((document for document in documents if not isinstance(document, str)), "")
+        if not isinstance(other, str):
+            raise InputError(f"a document of {name} is {type(other).__name__}, expected strings: one per document")
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         chunks = []
         for encoded in _encode(tokenizer, documents):
