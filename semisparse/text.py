@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,11 +37,21 @@ def token_chunks(
         raise InputError(f"a sequence of {seqlen} tokens predicts nothing; seqlen is at least 2")
     name = str(source) if isinstance(source, str | Path) else "the given text"
     if isinstance(source, str | Path) and Path(source).suffix != ".jsonl":
-        ids = _encode(tokenizer, [_read(Path(source))])[0]
+        text = _read(Path(source))
+        if _is_document(text.lstrip().split("\n", 1)[0]):
+            warnings.warn(
+                f"{name} is read as plain text, JSON included; its first line is a document: name it .jsonl to "
+                "read one document per line",
+                stacklevel=2,
+            )
+        ids = _encode(tokenizer, [text])[0]
         chunks = [ids[i : i + seqlen] for i in range(0, len(ids) - seqlen + 1, seqlen)]
         length = f"{len(ids)} tokens"
     else:
         documents = _documents(Path(source)) if isinstance(source, str | Path) else list(source)
+        other = next((document for document in documents if not isinstance(document, str)), "")
+        if not isinstance(other, str):
+            raise InputError(f"a document of {name} is {type(other).__name__}, expected strings: one per document")
         bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         chunks = []
         for encoded in _encode(tokenizer, documents):
@@ -80,6 +91,14 @@ def _read(path: Path) -> str:
     if not text.strip():
         raise InputError(f"{path} is empty; give a file with text")
     return text
+
+
+def _is_document(line: str) -> bool:
+    """Return whether a line is a JSON object with ``text``."""
+    try:
+        return line.startswith("{") and isinstance(json.loads(line)["text"], str)
+    except (ValueError, KeyError, RecursionError):
+        return False
 
 
 def _documents(path: Path) -> list[str]:

@@ -122,6 +122,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3": ("phi3", _DECODER),
     "Phi-3.5-MoE": ("phimoe", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "Mistral": ("mistral", _DECODER),
+    "Apertus": ("apertus", {**_DECODER, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     "OPT": (
         "opt",
         {**_NEOX, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1},

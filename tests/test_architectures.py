@@ -47,6 +47,7 @@ LAYERS = {
     "Phi-3": (8, "lm_head"),
     "Phi-3.5-MoE": (24, "lm_head model.layers.?.mlp.router"),
     "OPT": (12, "lm_head"),
+    "Apertus": (12, "lm_head"),
     "GPT-2": (8, "lm_head"),
     "GPT-NeoX": (8, "lm_head"),
     "Falcon": (8, "lm_head"),

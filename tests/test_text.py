@@ -1,6 +1,7 @@
 """Cutting text into token sequences."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_json_that_python_does_not_read_is_named(value: str, tmp_path: Path):
     file = tmp_path / "text.jsonl"
     file.write_text(f'{{"text": "abc"}}\n{{"n": {value}, "text": "abc"}}')
     with pytest.raises(InputError, match=r"text.jsonl, line 2: expected a JSON object"):
+        token_chunks(byte_tokenizer(), file, 4)
+
+
+def test_documents_in_a_file_of_another_name_are_pointed_out(tmp_path: Path):
+    file = tmp_path / "text.json"
+    file.write_text('{"text": "abcd"}\n{"text": "efgh"}\n')
+    with pytest.warns(UserWarning, match=r"text.json is read as plain text, JSON included; .* name it .jsonl"):
+        token_chunks(byte_tokenizer(), file, 4)
+    file.write_text('{"name": "a program that begins with an object"}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         token_chunks(byte_tokenizer(), file, 4)
 
 

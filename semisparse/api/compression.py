@@ -24,6 +24,7 @@ from semisparse.api.needs import free_memory, needs_of
 from semisparse.api.recipe import can_store, read_recipe
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
+from semisparse.api.suitable import require_suitable
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
 from semisparse.api.targets import (
     WORKLOADS,
@@ -138,7 +139,7 @@ def compress(
     gpu: str | None = None,
     samples: int | None = None,
     seqlen: int | None = None,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     seed: int = 0,
     resume: bool = False,
     offload: str | Path | None = None,
@@ -183,8 +184,10 @@ def compress(
     where = checkpoint.pick_device(device)
     machine = machine_of(plan) or machine_here(where)  # before any work: refuses an unknown machine
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, str | Path):
         require_directory(Path(model))
+    else:
+        require_suitable(model)
     if calibration is None and plan.needs_calibration:
         raise InputError(NEEDS_CALIBRATION)
     if out is None and ranks.count > 1:
@@ -199,6 +202,7 @@ def compress(
     else:
         source = Path(model)
         (dense, stored), tokenizer = load_uncompressed(source), tokenizer or checkpoint.load_tokenizer(source)
+        require_suitable(dense)
     batches = _calibration_batches(dense, tokenizer, calibration, samples, seqlen, seed, where)
     split_decoder_experts(dense, plan)
     warn_if_unmatched(dense, plan)

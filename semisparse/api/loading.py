@@ -15,7 +15,7 @@ from semisparse.nn import join_layers
 
 
 def load(
-    path: str | Path, device: str = "auto", dtype: torch.dtype | None = None, verify: bool = False
+    path: str | Path, device: str | torch.device = "auto", dtype: torch.dtype | None = None, verify: bool = False
 ) -> PreTrainedModel:
     """Load a model directory. On a GPU its layers are joined (`nn.join_layers`).
 
@@ -38,7 +38,9 @@ def load(
     return _load_foreign(path, method, device, dtype)
 
 
-def _load_foreign(path: str | Path, method: str, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_foreign(
+    path: str | Path, method: str, device: str | torch.device, dtype: torch.dtype | None
+) -> PreTrainedModel:
     """Load a directory that another tool quantised, and say that it is dequantised."""
     target = pick_device(device)
     warnings.warn(

@@ -9,7 +9,7 @@ import torch
 from semisparse.errors import InputError
 
 
-def pick_device(device: str) -> torch.device:
+def pick_device(device: str | torch.device) -> torch.device:
     """Return the torch device for ``auto`` (CUDA if available), ``cpu``, ``cuda`` (the current GPU) or ``cuda:1``.
 
     A GPU that is named by its number becomes the current one, on which CUDA graphs are captured.
@@ -17,6 +17,7 @@ def pick_device(device: str) -> torch.device:
     Raises:
         InputError: the name is unknown, or there is no such CUDA device.
     """
+    device = str(device)
     numbered = re.fullmatch(r"cuda:(\d{1,3})", device)
     if device not in ("auto", "cpu", "cuda") and numbered is None:
         raise InputError(f"unknown device {device!r}; it is auto, cpu, cuda or cuda:N, N the number of a GPU")

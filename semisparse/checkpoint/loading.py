@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ NO_REMOTE_CODE = {"trust_remote_code": False}
 
 def load_model(
     path: str | Path,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     dtype: torch.dtype | None = None,
     join: Callable[[PreTrainedModel], object] | None = None,
 ) -> PreTrainedModel:
@@ -247,6 +248,11 @@ def _from_pretrained(directory: ModelDirectory, dtype: torch.dtype | str) -> Pre
         raise CheckpointError(
             f"tensor {min(report['missing_keys'])} is missing from the safetensors files of {directory.path}"
         )
+    unknown = sorted(report["unexpected_keys"])
+    if unknown:  # such as the head of a classifier, whose embeddings are tied to the head that is built instead
+        first = f"{unknown[0][:MAX_SHOWN]}{f' and {len(unknown) - 1} more' if len(unknown) > 1 else ''}"
+        kind = type(model).__name__
+        warnings.warn(f"{kind} has no place for tensor {first} of {directory.path}: left out", stacklevel=2)
     if not directory.layers:
         refuse_integers(model, ())
     plain_outputs(model.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +30,10 @@ def dequantise_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     Raises:
         InputError: a packed layer's module in transformers' own model is not linear.
     """
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype  # save_pretrained leaves its name there, and Apertus' activation wants the dtype
     with torch.device("meta"):
-        skeleton = type(model)(model.config)
+        skeleton = type(model)(config)
     names = _fuse_experts(model, skeleton, dtype)
     packed = {
         name: module

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from semisparse.checkpoint import load_model, load_tokenizer
 from semisparse.errors import CheckpointError
@@ -28,6 +30,19 @@ def test_a_weight_unlike_the_models_is_refused(change: Callable[[Tensor], Tensor
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=sentence):
         load_model(tmp_path)
+
+
+def test_tensors_that_the_model_has_no_place_for_are_named(tmp_path: Path):
+    """As of a classifier whose embeddings are tied: it would become a language model, and its own head be lost."""
+    config = LlamaConfig(**random_model("llama").config.to_dict() | {"tie_word_embeddings": True})
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM has no place for tensor score.weight of .*: left out"):
+        load_model(tmp_path, "cpu")
+
+
+def test_a_device_may_be_torch_s(tmp_path: Path):
+    random_model("llama").save_pretrained(tmp_path)
+    assert load_model(tmp_path, torch.device("cpu")).device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
