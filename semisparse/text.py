@@ -72,22 +72,13 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
-def read_text(path: Path) -> str:
-    """Return the content of a text file, without a byte-order mark.
-
-    Raises:
-        InputError: the file cannot be read, or is not UTF-8.
-    """
+def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")  # without a byte-order mark
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error}") from error
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _read(path: Path) -> str:
-    text = read_text(path)
     if not text.strip():
         raise InputError(f"{path} is empty; give a file with text")
     return text

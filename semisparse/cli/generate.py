@@ -104,9 +104,11 @@ def generate(
 
 
 def _read_prompts(file: Path) -> list[str]:
-    from semisparse.text import read_text
-
-    lines = [line for line in read_text(file).split("\n") if line.strip()]
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # without a byte-order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the prompts of {file}: {error}") from error
+    lines = [line for line in text.split("\n") if line.strip()]  # splitlines() also cuts at U+2028
     if not lines:
         raise InputError(f"{file} holds no prompt: write one per line")
     return lines
