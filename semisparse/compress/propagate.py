@@ -186,8 +186,8 @@ def first_activations(
 def inputs_of(layer: DecoderLayer, dense: nn.Module, activations: Activations, index: int) -> Inputs:
     """Return what the linear layers of decoder layer ``index`` read; ``dense`` is its copy on the device."""
     names = {name: layer.full_name(name) for name in layer.patterns}
-    call = activations.calls[index][0]
-    return activations.ranks.first(lambda: find_inputs(dense, names, call, activations.compressed[0]))
+    calls, hidden = activations.calls[index], activations.compressed
+    return activations.ranks.first(lambda: find_inputs(dense, names, calls[0], hidden[0]))  # another may have no batch
 
 
 def dense_pass(
