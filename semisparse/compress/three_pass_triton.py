@@ -30,7 +30,7 @@ def semisparse_split(
     Grid: (ceil(rows / ROWS), ceil(columns / COLUMNS)).
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     values = tl.load(x + row * row_stride + column * column_stride, mask=inside, other=0.0)
     high = values.to(tl.bfloat16)
@@ -38,7 +38,7 @@ def semisparse_split(
     at = out + row * out_stride + column
     tl.store(at, low if LOW_FIRST else high, mask=inside)
     tl.store(at + part, high, mask=inside)
-    tl.store(at + 2 * part, high if LOW_FIRST else low, mask=inside)
+    tl.store(at + part + part, high if LOW_FIRST else low, mask=inside)  # 2 * part may not fit in 32 bits
 
 
 def split(x: Tensor, dim: int, low_first: bool) -> Tensor:
