@@ -171,5 +171,5 @@ def test_a_joint_search_stores_every_layer_in_every_way(tmp_path: Path, monkeypa
     target = {"bits": 6.0}
     arguments = {"calibration": DOCUMENTS, "samples": 8, "seqlen": 32, "out": tmp_path / "out", "target": target}
     semisparse.compress(random_model("llama"), byte_tokenizer(), "auto", **arguments, progress=progress)
-    told = said[0].disk
-    assert 0.2 * told < most[0] < told, (told, most)
+    expected = said[0].disk
+    assert 0.2 * expected < most[0] < expected, (expected, most)
