@@ -68,6 +68,7 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     ] == names  # in the same order
     assert inspected["bytes"] == sum(tensor.nbytes for tensor in packed.values())
     assert inspected["layer_bytes"] == report["bytes_after"]
+    assert inspected["bits_per_weight"] == 8 * report["bytes_after"] / (report["bytes_before"] / 2)  # bfloat16 before
 
     scored = run("eval", out, "--baseline", model, "--text", text, "--seqlen", 32, "--json").json
     assert scored["tokens"] == 31 * (sum(len(line) + 1 for line in text.read_text().splitlines()) // 32)

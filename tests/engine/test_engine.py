@@ -188,18 +188,6 @@ def test_end_tokens_and_stop_strings_end_a_continuation(llama: Engine, monkeypat
     assert llama.generate(["abc"], 30)[0].new_tokens == rows.index(rows[20]) + 1
 
 
-def test_characters_of_several_tokens_come_whole(llama: Engine):
-    text = "é中🙂"
-    stream: list[str] = []
-    from semisparse.engine.text import TextStream
-
-    of = TextStream(llama._decoded, [])
-    for token in llama.tokenizer(text).input_ids:
-        stream.append(of.add(token))
-    stream.append(of.finish())
-    assert [part for part in stream if part] == list(text)
-
-
 def test_drawn_tokens_follow_the_seed_and_the_limits(llama: Engine):
     def text(**sampling) -> str:
         return llama.generate(["abc"], 20, sampling=Sampling(**sampling))[0].text
