@@ -129,53 +129,86 @@ def needs_of(
         streams: whether a search over a bank scores candidates with one decoder layer at a time on the device.
     """
     weights = [layer.weight(name) for layer in layers for name in layer.patterns]
-    blocks = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
-    item, largest = model.dtype.itemsize, max(weight.numel() for weight in weights)
+    largest_layer = max(_layer_sizes(layers))
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    host, compute, states = PIECES * max(blocks) * item, MASK_BYTES * largest, 0
+    host = PIECES * largest_layer * model.dtype.itemsize
+    compute = MASK_BYTES * max(weight.numel() for weight in weights)
+    disk = 2 * sum(weight.nbytes for weight in weights) + whole
+    states = 0
     if batches:
-        vocabulary, features = model.get_input_embeddings().weight.shape
-        host += LOGITS * 4 * vocabulary * TOKENS[1]
-        own = ranks.share(batches)[0] if plan.tune == "none" else batches  # the first rank tunes on all of them
-        # Two models' states; a third, the targets, while a decoder layer is tuned.
-        states = (2 if plan.tune == "none" else 3) * 4 * features * sum(batch.numel() for batch in own)
-        columns = max(weight.shape[1] for weight in weights)
-        sampled, held = _tokens(sample(own, PROFILE_TOKENS) if own else ()), _tokens(own)
-        if plan.search == "profile" and sampled < held:  # candidates side by side, and what the dense layer reads
-            states = max(states, (TOGETHER + 1) * 4 * features * sampled)
-            compute += (
-                4 * sampled * max(sum(layer.weight(name).shape[1] for name in layer.patterns) for layer in layers)
-            )
-        compute += (0 if offload else states) + 2 * 4 * max(blocks) + int(HESSIANS * 4 * columns**2)
-        if plan.search == "joint":  # the Hessian is kept for the next pattern
-            compute += 4 * columns**2
-        compute += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
-        if plan.search == "profile" or (plan.searches_bank and streams):
-            drawn = plan.search_tokens + max(batch.shape[1] for batch in batches)  # whole sequences
-            scored = min(drawn, sum(batch.numel() for batch in batches))
-            # what is outside of the decoder layers, one of them, and predictions
-            compute += (whole // item - sum(blocks) + max(blocks)) * 4 + LOGITS * 4 * vocabulary * scored
-            if streams:
-                compute += KEPT * len(layers) * 4 * features * scored + STATES
+        host += LOGITS * 4 * model.get_input_embeddings().weight.shape[0] * TOKENS[1]
+        states, beside = _calibration_bytes(model, layers, plan, batches, ranks)
+        compute += beside + (0 if offload else states) + _scoring_bytes(model, layers, plan, batches, streams)
     if plan.searches_bank and not streams:  # a float32 copy of the model; its pruned levels lie on disk
-        compute += whole * 4 // item
-    if plan.tunes_end_to_end:
-        host += 2 * whole
-    if plan.needs_predictions:  # the dense model's copy on the device, and its predictions
-        copied = whole * 4 // item if device.type == "cpu" else whole
-        # what is trained: a float32 copy of the model, its gradients, two moments, and the best weights so far
-        compute += max(copied, 5 * 4 * whole // item) if plan.tune == "bqpo+distil" else copied
-        host += PREDICTION_BYTES * sum(batch.numel() for batch in batches)
-    packed = sum(weight.nbytes for weight in weights)
-    disk = 2 * packed + whole
+        compute += whole * 4 // model.dtype.itemsize
+    predictions, training = _end_to_end_bytes(model, plan, batches, device)
+    host, compute = host + predictions, compute + training
     if plan.search == "joint":  # every layer in every way that it may choose; one decoder layer at a time is in memory
         choices = menu(plan, rounds_activations="prompt" in dict(plan.targets))
-        ways = sum(_bytes_per_weight(choice, item) for choice in choices)
-        host += 2 * int(ways * max(blocks))  # one decoder layer is written while the next one is pruned
+        ways = sum(_bytes_per_weight(choice, model.dtype.itemsize) for choice in choices)
+        host += 2 * int(ways * largest_layer)  # one decoder layer is written while the next one is pruned
         disk += int(ways * sum(weight.numel() for weight in weights))
     on_disk = (states, offload) if offload else (0, None)
     needs = Needs(host, compute, disk, *on_disk) if device.type == "cuda" else Needs(host + compute, 0, disk, *on_disk)
     return needs.on_each(ranks.on_this_host)
+
+
+def _calibration_bytes(
+    model: PreTrainedModel, layers: Sequence[DecoderLayer], plan: Recipe, batches: Sequence[Tensor], ranks: Ranks
+) -> tuple[int, int]:
+    """Return the bytes of the hidden states, and the others that pruning a decoder layer takes, on the device."""
+    features = model.get_input_embeddings().weight.shape[1]
+    own = ranks.share(batches)[0] if plan.tune == "none" else batches  # the first rank tunes on all of them
+    sampled, held = _tokens(sample(own, PROFILE_TOKENS) if own else ()), _tokens(own)
+    # Two models' states; a third, the targets, while a decoder layer is tuned.
+    states = (2 if plan.tune == "none" else 3) * 4 * features * held
+    columns = max(layer.weight(name).shape[1] for layer in layers for name in layer.patterns)
+    beside = 2 * 4 * max(_layer_sizes(layers)) + int(HESSIANS * 4 * columns**2)
+    beside += BATCH_BYTES * columns * max(batch.numel() for batch in batches)
+    if plan.search == "joint":  # the Hessian is kept for the next pattern
+        beside += 4 * columns**2
+    if plan.search == "profile" and sampled < held:  # candidates side by side, and what the dense layer reads
+        states = max(states, (TOGETHER + 1) * 4 * features * sampled)
+        beside += 4 * sampled * max(sum(layer.weight(name).shape[1] for name in layer.patterns) for layer in layers)
+    return states, beside
+
+
+def _scoring_bytes(
+    model: PreTrainedModel, layers: Sequence[DecoderLayer], plan: Recipe, batches: Sequence[Tensor], streams: bool
+) -> int:
+    """Return the bytes on the device that scoring takes, if one decoder layer at a time is there; else 0."""
+    if plan.search != "profile" and not (plan.searches_bank and streams):
+        return 0
+    vocabulary, features = model.get_input_embeddings().weight.shape
+    drawn = plan.search_tokens + max(batch.shape[1] for batch in batches)  # whole sequences
+    scored = min(drawn, _tokens(batches))
+    sizes = _layer_sizes(layers)
+    whole = sum(parameter.nbytes for parameter in model.parameters()) // model.dtype.itemsize
+    # what is outside of the decoder layers, one of them, and predictions
+    size = (whole - sum(sizes) + max(sizes)) * 4 + LOGITS * 4 * vocabulary * scored
+    return size + (KEPT * len(layers) * 4 * features * scored + STATES if streams else 0)
+
+
+def _end_to_end_bytes(
+    model: PreTrainedModel, plan: Recipe, batches: Sequence[Tensor], device: torch.device
+) -> tuple[int, int]:
+    """Return the bytes of host memory, and those where it computes, that tuning end to end takes; 0 without it."""
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    host, compute = 2 * whole if plan.tunes_end_to_end else 0, 0
+    if plan.needs_predictions:  # the dense model's copy on the device, and its predictions
+        host += PREDICTION_BYTES * _tokens(batches)
+        wide = 4 * whole // model.dtype.itemsize  # in float32
+        compute = wide if device.type == "cpu" else whole
+        if (
+            plan.tune == "bqpo+distil"
+        ):  # what is trained: a copy of the model, its gradients, two moments, the best weights
+            compute = max(compute, 5 * wide)
+    return host, compute
+
+
+def _layer_sizes(layers: Sequence[DecoderLayer]) -> list[int]:
+    """Return each decoder layer's number of parameters."""
+    return [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
 
 
 def _tokens(batches: Sequence[Tensor]) -> int:
