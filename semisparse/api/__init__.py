@@ -11,13 +11,14 @@ from semisparse.lazy import lazy
 
 if TYPE_CHECKING:
     from semisparse.api.availability import list_formats
-    from semisparse.api.compression import CompressionReport, compress
+    from semisparse.api.compression import compress
     from semisparse.api.exporting import export
     from semisparse.api.inspecting import inspect_directory
     from semisparse.api.loading import load
     from semisparse.api.measuring import evaluate
     from semisparse.api.packing import pack
     from semisparse.api.recipe import read_recipe, recipes
+    from semisparse.api.report import CompressionReport
     from semisparse.api.targets import parse_targets
     from semisparse.checkpoint import load_tokenizer, pick_device
     from semisparse.compress import joined_ranks
@@ -42,9 +43,10 @@ __all__ = [
 ]
 
 HOMES = {
-    **dict.fromkeys(("CompressionReport", "compress"), "semisparse.api.compression"),
     **dict.fromkeys(("read_recipe", "recipes"), "semisparse.api.recipe"),
     **dict.fromkeys(("load_tokenizer", "pick_device"), "semisparse.checkpoint"),
+    "CompressionReport": "semisparse.api.report",
+    "compress": "semisparse.api.compression",
     "evaluate": "semisparse.api.measuring",
     "export": "semisparse.api.exporting",
     "inspect_directory": "semisparse.api.inspecting",

@@ -1,11 +1,11 @@
-"""Compressing a model: run a recipe, pack the layers, write the checkpoint, report."""
+"""Compressing a model: run a recipe, pack the layers, write the checkpoint."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from semisparse import checkpoint
 from semisparse.api.chosen import Chosen, compress_chosen
 from semisparse.api.duration import duration, seconds_on_gpu
-from semisparse.api.gains import machine_here, slower_from, speedups_of, without_gain
+from semisparse.api.gains import machine_here
 from semisparse.api.job import finished_block, job_directory, write_model
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.needs import free_memory, needs_of
 from semisparse.api.recipe import can_store, read_recipe
+from semisparse.api.report import CompressionReport, bits_per_weight, report_of
 from semisparse.api.rivals import Rivals
 from semisparse.api.sequences import Text, sequence_length
 from semisparse.api.suitable import require_suitable
@@ -37,7 +38,6 @@ from semisparse.api.targets import (
     reached,
     written,
 )
-from semisparse.bench.machines import Machine
 from semisparse.checkpoint.files import require_directory
 from semisparse.compress import (
     NEEDS_CALIBRATION,
@@ -64,67 +64,10 @@ from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices
 from semisparse.compress.staying_dense import warn_if_unmatched
 from semisparse.errors import InputError
-from semisparse.formats.base import bytes_on_gpu
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
 
 THREADS = "number of CPU threads"
-
-
-@dataclass(frozen=True)
-class CompressionReport:
-    """The result of a compression.
-
-    Args:
-        layers: per compressed layer its name, pattern, format, density, bits_per_weight, error (as in
-            `compress.report.LayerReport`) and outcome: that of `LayerReport`, or ``kept ...`` if another tool's
-            quantised values are kept.
-        bytes_before: bytes of these layers' dense weights.
-        bytes_after: bytes of their packed tensors, in files.
-        bytes_on_gpu: about the bytes that these take on a GPU, the most of all GPUs.
-        seconds: wall time of this run.
-        dense: the linear weights that stay dense, each with its name, reason and bytes.
-        dense_share: their share of the bytes of all linear weights of the dense model, 0 to 1.
-        search: the result of the search: ``uniform_kl`` and ``kl`` (nats per token, on the tokens of the search),
-            ``evaluations`` (candidates scored) and ``tokens`` (run through the model to score them all); with
-            ``search=joint`` also ``uniform``, the best single choice for all layers, ``predicted``, totals relative
-            to dense, and, if several models were tuned to compare them, ``tuned``, the KL of each, and ``taken``, the
-            best one's key: ``search``, ``without zeros`` or a single choice. None without a search.
-        tuning: per tuning stage of this run its name (``stage``), held-out loss (``before`` and ``after``), steps,
-            failure, seconds and peak_bytes (of GPU memory).
-        target: the requested targets, by key of `compress.recipe.TARGETS`; None without targets.
-        reached: the model's values of the same keys: bits and size as stored, speed-ups as predicted. None without
-            targets.
-        rival: the dense low-bit model (`rivals.Rival`) with the lowest KL divergence of those with no more bits per
-            weight than the compressed model, as a dict. None if its KL is not lower than the compressed model's, or if
-            none was measured (no text, or ``search=joint``).
-        no_gain: ``layers``: the names of the layers that `gains.without_gain` finds; ``machine``: the one that times
-            are taken for: the recipe's ``gpu``; if that is ``auto`` and a target is a speed-up, this machine's GPU,
-            else its CPU; without such a target the GPU that compressed. None if there are no such layers or no such
-            machine in gpus.yaml.
-        slower: ``machine``: as in ``no_gain``; ``from``: by number of tokens M, as text, the names of the layers that
-            `gains.slower_from` finds. None if there are none.
-    """
-
-    layers: list[dict[str, Any]]
-    bytes_before: int
-    bytes_after: int
-    bytes_on_gpu: int
-    seconds: float
-    dense: list[dict[str, Any]]
-    dense_share: float
-    search: dict[str, Any] | None
-    tuning: list[dict[str, Any]]
-    target: dict[str, float] | None = None
-    reached: dict[str, float] | None = None
-    rival: dict[str, Any] | None = None
-    no_gain: dict[str, Any] | None = None
-    slower: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values, without those of the last five that are None."""
-        optional = ("target", "reached", "rival", "no_gain", "slower")
-        return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
 def compress(
@@ -236,13 +179,13 @@ def compress(
     )
     if out is None:
         block = mark_compressed(dense, run(journal=None))
-        return _report(block, time.perf_counter() - start, tuning, machine)
+        return report_of(block, time.perf_counter() - start, tuning, machine)
 
     out = Path(out).absolute()
     identity = {"model weights": _shared_digest(dense, ranks)} | inputs
     finished = ranks.first(lambda: finished_block(out, identity)) if resume else None
     if finished is not None:
-        return _report(finished, time.perf_counter() - start, tuning, machine)
+        return report_of(finished, time.perf_counter() - start, tuning, machine)
     checkpoint.refuse_existing(out)
     with ranks.held_by_first(job_directory(out, resume)) as job:
         ranks.parts = ranks.first(lambda: recorded_parts(job)) or ranks.parts
@@ -255,7 +198,7 @@ def compress(
             marked = mark_compressed(dense, block)
             write_model(dense, tokenizer, source, out, job)
             shutil.rmtree(job)
-            return _report(marked, time.perf_counter() - start, tuning, machine)
+            return report_of(marked, time.perf_counter() - start, tuning, machine)
 
         return ranks.first(finish)
 
@@ -347,7 +290,7 @@ def _run_recipe(
         "dense": [asdict(layer) for layer in dense],
         "search": search,
     }
-    rival = rivals.better_than(model, _bits_per_weight(block)) if rivals else None
+    rival = rivals.better_than(model, bits_per_weight(block)) if rivals else None
     return block | ({"rival": rival} if rival else {})
 
 
@@ -369,40 +312,3 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
         best = reached(targets, {**error.least, "bits": error.least.get("bits", 1.0)}, dtype)
         alone = " for each alone" if len(targets) > 1 else ""
         raise InputError(f"{error} ({written(targets)}); the best possible{alone} is {written(best)}") from error
-
-
-def _report(
-    block: Mapping[str, Any], seconds: float, tuning: list[dict[str, Any]], machine: Machine | None
-) -> CompressionReport:
-    rows, before, after, on_gpu, dtype = [], 0, 0, 0, torch.bfloat16
-    layers = checkpoint.read_block(block)
-    for name, packed in layers.items():
-        entry = block["layers"][name]
-        shown = {key: entry[key] for key in ("pattern", "format", "density", "error", "outcome")}
-        rows.append({"name": name, **shown, "bits_per_weight": packed.bits_per_weight})
-        before += packed.shape[0] * packed.shape[1] * packed.dtype.itemsize
-        after += packed.nbytes
-        on_gpu += bytes_on_gpu(packed)
-        dtype = packed.dtype
-    found, target = block.get("search"), block["recipe"].get("targets")
-    has = reached(target, {**found["predicted"], "bits": after / before}, dtype) if target and found else None
-    dense = block.get("dense", [])
-    dense_bytes = sum(layer["bytes"] for layer in dense)
-    share = dense_bytes / (dense_bytes + before)
-    speedups = speedups_of(layers, machine) if machine else {}
-    slow, slower = without_gain(speedups), slower_from(speedups)
-    no_gain = {"machine": machine.name, "layers": slow} if machine and slow else None
-    loses = (
-        {"machine": machine.name, "from": {str(m): names for m, names in slower.items()}}
-        if machine and slower
-        else None
-    )
-    rival = block.get("rival")
-    return CompressionReport(
-        rows, before, after, on_gpu, seconds, dense, share, found, tuning, target, has, rival, no_gain, loses
-    )
-
-
-def _bits_per_weight(block: Mapping[str, Any]) -> float:
-    packed = checkpoint.read_block(block).values()
-    return 8 * sum(one.nbytes for one in packed) / sum(one.shape[0] * one.shape[1] for one in packed)
