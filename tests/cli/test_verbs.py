@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import math
 import os
 import signal
 import sys
@@ -68,6 +69,11 @@ def test_compress_then_everything_else(run: Run, model: Path, text: Path, tmp_pa
     ] == names  # in the same order
     assert inspected["bytes"] == sum(tensor.nbytes for tensor in packed.values())
     assert inspected["layer_bytes"] == report["bytes_after"]
+    dense_rows = [layer for layer in inspected["layers"] if layer["format"] == "dense"]
+    assert {layer["name"]: layer["density"] for layer in dense_rows} == {
+        layer["name"]: int(packed[f"{layer['name']}.weight"].count_nonzero()) / math.prod(layer["shape"])
+        for layer in dense_rows
+    }
     assert inspected["bits_per_weight"] == 8 * report["bytes_after"] / (report["bytes_before"] / 2)  # bfloat16 before
 
     scored = run("eval", out, "--baseline", model, "--text", text, "--seqlen", 32, "--json").json

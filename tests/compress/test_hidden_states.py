@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_states_are_read_as_they_were_written_and_files_have_no_names(tmp_path: Path):
-    states = empty_states(tmp_path, CPU)
+    states, opened = empty_states(tmp_path, CPU), len(os.listdir("/proc/self/fd"))
     expected = [torch.randn(2, 5, 3), torch.randn(1, 7, 3)]
     states.extend(expected)
     assert isinstance(states, StatesOnDisk)
@@ -26,6 +26,7 @@ def test_states_are_read_as_they_were_written_and_files_have_no_names(tmp_path: 
     del states[0]
     assert len(states) == 1
     assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == opened, "a job has thousands of batches, a process 1,024 open files"
     assert empty_states(None, CPU) == []
 
 
