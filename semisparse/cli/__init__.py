@@ -74,7 +74,7 @@ app.command("demo")(demo.demo)
 
 def _show_warning(message: Warning | str, *others: Any, **more: Any) -> None:
     """Print a warning as one line on stderr, without the file and line that raised it."""
-    console.print(f"warning: {message}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"warning: {message}", soft_wrap=True, markup=False)
 
 
 def main() -> None:

@@ -140,7 +140,7 @@ def compress(
                     resume=resume,
                     offload=offload,
                     progress=progress,
-                    inform=lambda sentence: console.print(sentence, highlight=False),
+                    inform=lambda sentence: console.print(sentence),
                 )
                 fill(bars, task)
         except KeyboardInterrupt as error:
@@ -155,6 +155,18 @@ def compress(
 
 
 def _show(title: str, report: CompressionReport) -> None:
+    _show_layers(title, report.layers)
+    if report.tuning:
+        _show_tuning(report.tuning)
+    if report.target and report.reached and report.search:
+        _show_target(report.target, report.reached, report.search)
+    elif report.search:
+        _show_search(report.search)
+    _show_bytes(report)
+    _show_losses(report)
+
+
+def _show_layers(title: str, layers: list[dict[str, Any]]) -> None:
     rows = [
         (
             layer["name"],
@@ -165,53 +177,51 @@ def _show(title: str, report: CompressionReport) -> None:
             "" if layer["error"] is None else f"{layer['error']:.4f}",
             layer["outcome"].partition(", bqpo")[0],  # the next table has what tuning did
         )
-        for layer in report.layers
+        for layer in layers
     ]
-    columns = ("layer", "pattern", "format", "density", "bits", "error", "outcome")
-    print_table(title, columns, rows)
-    if report.tuning:
-        _show_tuning(report.tuning)
-    if report.target and report.reached and report.search:
-        _show_target(report.target, report.reached, report.search)
-    elif report.search:
-        search = report.search
-        console.print(
-            f"search: KL to dense on the search's tokens {search['uniform_kl']:.4f} with the same pattern everywhere, "
-            f"{search['kl']:.4f} with the patterns found, after {search['evaluations']} evaluations",
-            highlight=False,
-        )
+    print_table(title, ("layer", "pattern", "format", "density", "bits", "error", "outcome"), rows)
+
+
+def _show_search(search: dict[str, Any]) -> None:
     console.print(
-        f"dense: {_dense_text(report.dense)}; {report.dense_share:.1%} of the bytes of all linear weights",
-        highlight=False,
+        f"search: KL to dense on the search's tokens {search['uniform_kl']:.4f} with the same pattern everywhere, "
+        f"{search['kl']:.4f} with the patterns found, after {search['evaluations']} evaluations"
     )
+
+
+def _show_bytes(report: CompressionReport) -> None:
+    console.print(f"dense: {_dense_text(report.dense)}; {report.dense_share:.1%} of the bytes of all linear weights")
     console.print(
         f"linear layers: {bytes_text(report.bytes_before)} before, {bytes_text(report.bytes_after)} after "
-        f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s",
-        highlight=False,
+        f"({report.bytes_after / max(report.bytes_before, 1):.3f}); {report.seconds:.1f} s"
     )
     if report.bytes_on_gpu > report.bytes_after:
-        console.print(f"on a GPU they take about {bytes_text(report.bytes_on_gpu)}", highlight=False)
+        console.print(f"on a GPU they take about {bytes_text(report.bytes_on_gpu)}")
+
+
+def _show_losses(report: CompressionReport) -> None:
+    """Say where a dense model would keep more, and where it would be as fast."""
     if report.rival:
         rival = report.rival
         console.print(
             f"at these bytes {rival['recipe']} would keep more: KL to dense {rival['kl']:.3g} against "
-            f"{rival['own_kl']:.3g} on {rival['tokens']} calibration tokens, rounded to nearest and not tuned",
-            highlight=False,
+            f"{rival['own_kl']:.3g} on {rival['tokens']} calibration tokens, rounded to nearest and not tuned"
         )
     if report.no_gain:
-        first, *others = report.no_gain["layers"]
         console.print(
-            f"not faster than dense on {report.no_gain['machine']} at any number of tokens: {first}"
-            f"{f' and {len(others)} more layers' if others else ''}; `semisparse plan` shows the times",
-            highlight=False,
+            f"not faster than dense on {report.no_gain['machine']} at any number of tokens: "
+            f"{_first_of(report.no_gain['layers'])}; `semisparse plan` shows the times"
         )
     slower = report.slower or {"from": {}}
     for tokens, layers in slower["from"].items():
         console.print(
-            f"slower than dense on {slower['machine']} from {tokens} tokens per step on: {layers[0]}"
-            f"{f' and {len(layers) - 1} more layers' if len(layers) > 1 else ''}; `semisparse plan` shows the times",
-            highlight=False,
+            f"slower than dense on {slower['machine']} from {tokens} tokens per step on: {_first_of(layers)}; "
+            "`semisparse plan` shows the times"
         )
+
+
+def _first_of(layers: list[str]) -> str:
+    return f"{layers[0]} and {len(layers) - 1} more layers" if len(layers) > 1 else layers[0]
 
 
 def _dense_text(dense: list[dict[str, Any]]) -> str:
@@ -238,11 +248,10 @@ def _show_target(target: dict[str, float], reached: dict[str, float], search: di
     console.print(
         f"search: KL to dense on the search's tokens before tuning {search['kl']:.4f}; {uniform}; "
         f"{search['evaluations']} evaluations",
-        highlight=False,
     )
     if "tuned" in search:
         tuned = ", ".join(f"{label} {kl:.4f}" for label, kl in search["tuned"].items())
-        console.print(f"KL after tuning: {tuned}; taken: {search['taken']}", highlight=False)
+        console.print(f"KL after tuning: {tuned}; taken: {search['taken']}")
 
 
 def _show_tuning(tuning: list[dict[str, Any]]) -> None:

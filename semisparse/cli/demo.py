@@ -66,7 +66,7 @@ def _show_samples(rows: list[dict[str, Any]]) -> None:
     """Print the text that the dense model and the chosen one generate."""
     for row in rows[:2]:
         console.rule(f"{row['recipe']}, loss {row['nll']:.3f}", align="left")
-        console.print("\n".join(row["text"].splitlines()[:SHOWN_LINES]), markup=False, highlight=False)
+        console.print("\n".join(row["text"].splitlines()[:SHOWN_LINES]), markup=False)
     console.rule()
 
 
@@ -83,7 +83,6 @@ def _show_speed(rows: list[dict[str, Any]], layer: list[dict[str, Any]], predict
             if slower
             else "It is smaller and faster."
         ),
-        highlight=False,
     )
     print_table(
         f"{LARGE}, one token: a layer of {LAYER} on this CPU, and all linear layers on an {GPU}",
@@ -104,5 +103,4 @@ def _show_speed(rows: list[dict[str, Any]], layer: list[dict[str, Any]], predict
     console.print(
         f"The CPU's column is {here} (other processes on this machine disturb it); the GPU's is what `semisparse plan "
         f"{LARGE} --gpu {GPU}` predicts.",
-        highlight=False,
     )

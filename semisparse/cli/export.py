@@ -31,7 +31,7 @@ def export(
     if as_json:
         print_json(report)
         return
-    console.print(f"wrote {out}, {bytes_text(report['bytes'])}", highlight=False)
+    console.print(f"wrote {out}, {bytes_text(report['bytes'])}")
     if to == "dense":
         return
     _print_layers(report["dense_layers"], "are dense there, because compressed-tensors has no format for them")
@@ -41,4 +41,4 @@ def export(
 def _print_layers(names: list[str], what: str) -> None:
     if names:
         some = ", ".join(names[:3])
-        console.print(f"{len(names)} layers {what}: {some}{', ...' if len(names) > 3 else ''}", highlight=False)
+        console.print(f"{len(names)} layers {what}: {some}{', ...' if len(names) > 3 else ''}")

@@ -75,7 +75,6 @@ def frontier(
     console.print(
         f"[dim]KL on calibration tokens before tuning, which lowers it. Times are of a whole step, "
         f"predicted for {front.gpu}. {front.seconds:.0f} s.[/]",
-        highlight=False,
     )
 
 

@@ -135,9 +135,9 @@ def _load(model: Path, device: str, draft: Path | None, keep_dense: list[str], q
             with console.status(f"loading {model}"):
                 engine = Engine(model, device=device, draft=draft, keep_dense=keep_dense, bare=True)
     if engine.dense_bytes:
-        console.print(f"dense copies take {engine.dense_bytes / 1e9:.2f} GB", highlight=False)
+        console.print(f"dense copies take {engine.dense_bytes / 1e9:.2f} GB")
     if engine.note:
-        console.print(engine.note, highlight=False)
+        console.print(engine.note)
     return engine
 
 
@@ -149,7 +149,6 @@ def _show_slower(engine: Engine, tokens: int) -> None:
         console.print(
             f"with {tokens} tokens per step {len(slower)} packed layers are slower than dense on this GPU, "
             f"{slower[0]} first{advice}",
-            highlight=False,
         )
 
 
@@ -232,5 +231,4 @@ def _show_speed(generations: list[Generation]) -> None:
         f"{new} tokens, {new / first.seconds:.1f} per second (first after {first.first_token_seconds * 1e3:.0f} ms, "
         f"then {decode:.1f} per second); loading took {first.load_seconds:.1f} s, compiling and warming up "
         f"{first.compile_seconds:.1f} s",
-        highlight=False,
     )

@@ -60,5 +60,4 @@ def inspect(
     if verify and description["without_digests"]:
         console.print(
             f"{description['without_digests']} compressed layers have no digests in config.json: changed values pass",
-            highlight=False,
         )

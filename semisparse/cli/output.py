@@ -28,7 +28,7 @@ WIDTH = 100
 
 _on_terminal = sys.stderr is not None and sys.stderr.isatty()  # it is None if it was closed (2>&-)
 
-console = Console(stderr=True, width=None if _on_terminal or "COLUMNS" in os.environ else WIDTH)
+console = Console(stderr=True, highlight=False, width=None if _on_terminal or "COLUMNS" in os.environ else WIDTH)
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: typer's, and that of verbs which catch KeyboardInterrupt."""
@@ -111,7 +111,7 @@ def print_error(sentence: str) -> None:
         sentence = f"{sentence[: MAX_CHARACTERS // 2]} ... {sentence[-MAX_CHARACTERS // 2 :]}"
     # Text from a file may contain terminal escape sequences.
     printable = "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in sentence)
-    console.print(f"[bold red]error:[/] {_escaped(printable)}", soft_wrap=True, highlight=False)
+    console.print(f"[bold red]error:[/] {_escaped(printable)}", soft_wrap=True)
 
 
 def bytes_text(count: float) -> str:

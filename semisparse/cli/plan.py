@@ -88,8 +88,8 @@ def _as_dict(prediction: Plan) -> dict[str, Any]:
 def _show(prediction: Plan) -> None:
     machine = prediction.machine
     peaks = ", ".join(f"{unit} {peak / 1e12:,.4g}" for unit, peak in machine.peaks.items())
-    console.print(f"{machine.name}: reads {machine.bandwidth / 1e12:.3g} TB/s; T(FL)OP/s: {peaks}", highlight=False)
-    console.print(f"[dim]Figures from: {machine.source}.[/]", highlight=False)
+    console.print(f"{machine.name}: reads {machine.bandwidth / 1e12:.3g} TB/s; T(FL)OP/s: {peaks}")
+    console.print(f"[dim]Figures from: {machine.source}.[/]")
     if len({row.layer for row in prediction.rows}) == 1:
         _show_layer(prediction)
     else:
@@ -97,14 +97,13 @@ def _show(prediction: Plan) -> None:
         _show_best(prediction)
         _show_strategies(prediction)
     for label, reason in prediction.left_out.items():
-        console.print(f"[dim]Left out: {label}: {reason}[/]", highlight=False)
+        console.print(f"[dim]Left out: {label}: {reason}[/]")
     for sentence in prediction.sentences():
-        console.print(sentence, highlight=False)
+        console.print(sentence)
     measured = sorted({row.candidate.label for row in prediction.rows if row.estimate.measured})
     if measured:
         console.print(
             f"[dim]By speed-ups measured on {machine.name}, of the nearest shape that was: {', '.join(measured)}.[/]",
-            highlight=False,
         )
     console.print(
         f"[dim]{'All others' if measured else 'These'} are predictions: `semisparse bench kernels` measures times, "

@@ -50,8 +50,8 @@ def serve(
         check_gpu(description, arguments or [])
         check_cuts(model, arguments or [])
     whole = [*command, str(model), "--port", str(port), *(arguments or [])]
-    console.print(f"serving {model} by {name}: {shlex.join(whole)}", highlight=False, soft_wrap=True)
-    console.print(f"once it is up, try:\n  {_example(model, port)}", highlight=False, soft_wrap=True)
+    console.print(f"serving {model} by {name}: {shlex.join(whole)}", soft_wrap=True)
+    console.print(f"once it is up, try:\n  {_example(model, port)}", soft_wrap=True)
     sys.stderr.flush()
     os.execv(whole[0], whole)
 

@@ -34,4 +34,4 @@ def warm(
     if json:
         print_json({"compile_seconds": seconds, "load_seconds": engine.load_seconds})
         return
-    console.print(f"compiled in {seconds:.1f} s; loading took {engine.load_seconds:.1f} s", highlight=False)
+    console.print(f"compiled in {seconds:.1f} s; loading took {engine.load_seconds:.1f} s")

@@ -106,4 +106,4 @@ def _show(measurements: list[Measurement], skipped: list[Skipped]) -> None:
     print_table(title, columns, rows)
     ran = {row.candidate.label for row in measurements}
     for reason in dict.fromkeys(f"{s.candidate} {s.kernel}: {s.reason}" for s in skipped if s.candidate not in ran):
-        console.print(f"[dim]not run: {reason}[/]", highlight=False)
+        console.print(f"[dim]not run: {reason}[/]")
