@@ -37,7 +37,7 @@ from blocks import CONTEXT, GPU, POSITION, STEPS, WEIGHTS, Row, Subject, backend
 
 from semisparse.bench.model import Workload, random_model, random_prompts
 from semisparse.bench.table import write_csv
-from semisparse.engine import Sampling, attention
+from semisparse.engine import Sampling, attention, attention_schedule
 from semisparse.engine.backend import DecoderBackend
 from semisparse.engine.decoder import Cache
 from semisparse.errors import KernelError
@@ -140,8 +140,8 @@ def starting(early: bool) -> Iterator[None]:
 @contextmanager
 def attending(warps: int, ahead: int, ctas: int) -> Iterator[None]:
     """Capture an attention of a schedule."""
-    schedule = attention.Schedule(1, warps, ahead, ctas)
-    with patch.object(attention, "_schedule", lambda *arguments: schedule):
+    schedule = attention_schedule.Schedule(1, warps, ahead, ctas)
+    with patch.object(attention, "choose_schedule", lambda *arguments: schedule):
         yield
 
 

@@ -20,7 +20,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from semisparse.engine.attention import Heads, PagedKernel, Pages, paged_kernel
+from semisparse.engine.attention import Heads
+from semisparse.engine.paged_attention import PagedKernel, Pages, paged_kernel
 
 MAX_SEQUENCES = 2
 """Steps of more sequences are FlashAttention's, which divides their work better."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from semisparse.engine import attention, ops
-from semisparse.engine.attention import HeadNorms, Heads, LayerCache, RotaryTable, Schedule
+from semisparse.engine import attention, ops, paged_attention
+from semisparse.engine.attention import HeadNorms, Heads, LayerCache, RotaryTable
+from semisparse.engine.attention_schedule import Schedule, choose_schedule, workspace_of
 from semisparse.engine.ops import Columns
 from semisparse.runtime.device import device_facts
 from tests.choosing import mostly_slow
@@ -24,7 +25,7 @@ RUNS = [
 @pytest.fixture(params=RUNS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Run an operation by its kernel, and by torch: on copies of its arguments, which both return."""
-    attention._workspace.cache_clear()
+    workspace_of.cache_clear()
 
     def both(operation, *arguments):
         here = [_copied(argument, "cpu") for argument in arguments]
@@ -39,7 +40,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
     yield both
     adverse[0] = False
-    attention._workspace.cache_clear()
+    workspace_of.cache_clear()
 
 
 def _copied(value, device: str):
@@ -161,8 +162,8 @@ def test_attention_to_pages(kernels, dtype, heads, head_first):
         q, *new = wide[:, :-3].split(counts, 1)
         if device_facts(wide.device).kind == "cuda":
             out = torch.full_like(q.contiguous(), float("nan"))
-            kernel = attention.paged_kernel(len(q), heads, page, 9 * page, q.dtype, q.device)
-            kernel(q, *new, attention.Pages(keys, values, numbers, lengths, slots), out)
+            kernel = paged_attention.paged_kernel(len(q), heads, page, 9 * page, q.dtype, q.device)
+            kernel(q, *new, paged_attention.Pages(keys, values, numbers, lengths, slots), out)
             return out
         rows = []
         for row, (length, slot) in enumerate(zip(lengths.tolist(), slots.tolist(), strict=True)):
@@ -184,7 +185,7 @@ def test_attention_to_pages(kernels, dtype, heads, head_first):
 
 def test_splits_are_no_more_ctas_than_are_resident():
     def splits(ctas: int, capability: tuple[int, int]) -> tuple[int, bool]:
-        schedule = attention._schedule(ctas, 1, 128, 768, 2, 132, capability)
+        schedule = choose_schedule(ctas, 1, 128, 768, 2, 132, capability)
         return schedule.splits, schedule.clustered
 
     counts = (8, 32, 128, 256, 4096)
@@ -193,7 +194,7 @@ def test_splits_are_no_more_ctas_than_are_resident():
 
 
 def test_ctas_that_take_several_waves_are_small():
-    of = {ctas: attention._schedule(ctas, 1, 128, 768, 2, 132, (9, 0)) for ctas in (256, 264, 265, 1024)}
+    of = {ctas: choose_schedule(ctas, 1, 128, 768, 2, 132, (9, 0)) for ctas in (256, 264, 265, 1024)}
     assert {ctas: (one.splits, one.warps, one.ctas) for ctas, one in of.items()} == {
         256: (1, 8, 2),
         264: (1, 8, 2),
@@ -207,7 +208,7 @@ def test_ctas_that_take_several_waves_are_small():
 def test_partial_results_fit_the_shared_memory_of_every_kernel(group: int, dim: int):
     """48 KB are what a kernel has if it does not ask for more: its warps' partial results, and a cluster's."""
     for ctas in (1, 8, 30, 32, 128, 4096):
-        schedule = attention._schedule(ctas, group, dim, 512, 2, 132, (9, 0))
+        schedule = choose_schedule(ctas, group, dim, 512, 2, 132, (9, 0))
         clusters = schedule.splits if schedule.clustered else 1
         assert (schedule.warps + clusters) * group * (dim + 4) * 4 <= 47 << 10
         assert schedule.splits >= 1
@@ -225,7 +226,7 @@ def test_partial_results_fit_the_shared_memory_of_every_kernel(group: int, dim: 
     ids=str,
 )
 def test_attention_divided_in_any_way(kernels, schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "_schedule", lambda *of: schedule)
+    monkeypatch.setattr(attention, "choose_schedule", lambda *of: schedule)
     heads, dtype, length, of = Heads(3, 3, 128, 0.1), DTYPES[1], 400, torch.tensor([371], dtype=torch.int32)
     cache, table = cache_of(1, heads, length, dtype), table_of(length, heads.dim, dtype)
     at = Columns((0, 384, 768), 1152)

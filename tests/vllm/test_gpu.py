@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from semisparse.demo import MODEL
-from semisparse.engine.attention import PagedKernel
+from semisparse.engine.paged_attention import PagedKernel
 from semisparse.errors import KernelError
 from semisparse.nn import dense_copy, split_experts
 from tests.models import SHARED, byte_tokenizer
