@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from semisparse.engine.engine import Engine, Generation
+from semisparse.engine.engine import Engine
+from semisparse.engine.generation import Generation
 from semisparse.engine.sampling import Sampling
 from semisparse.lazy import lazy
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from semisparse.engine.backend import Backend, DecoderBackend
+from semisparse.engine.generation import Continuation, Generation, OnText
 from semisparse.engine.recorded import load_recorded, record_decoder
 from semisparse.engine.sampling import Sampling
 from semisparse.engine.structure import UnknownStructureError
@@ -30,9 +31,6 @@ LONGEST_RUN = 2048
 
 MAX_PROPOSALS = 31
 """Maximum draft tokens per sequence and decode step."""
-
-OnText = Callable[[int, str], None]
-"""Called with a prompt's index and each new piece of its continuation."""
 
 
 @contextmanager
@@ -63,50 +61,6 @@ def _tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase:
     from semisparse.checkpoint import load_tokenizer  # imports transformers
 
     return load_tokenizer(path)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A prompt's continuation.
-
-    Args:
-        text: the prompt and its continuation.
-        new_tokens: tokens generated, an end token included.
-        seconds: wall time of the whole batch, without loading, compiling and capturing.
-        first_token_seconds: the part of ``seconds`` until the first new token.
-        decode_seconds: the part of ``seconds`` after it.
-        load_seconds: time to load the models to the device.
-        compile_seconds: time to compile and capture before ``seconds`` begin; in an engine's first batch also to
-            compare the engine's logits with those of the model's own code.
-    """
-
-    text: str
-    new_tokens: int
-    seconds: float
-    first_token_seconds: float
-    decode_seconds: float
-    load_seconds: float
-    compile_seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second of wall time."""
-        return self.new_tokens / max(self.seconds, 1e-9)
-
-    @property
-    def decode_tokens_per_second(self) -> float | None:
-        """New tokens after the first, per second of ``decode_seconds``; None if there is only one."""
-        return (self.new_tokens - 1) / max(self.decode_seconds, 1e-9) if self.new_tokens > 1 else None
-
-
-@dataclass
-class _Sequence:
-    """A prompt of a batch and its continuation so far."""
-
-    tokens: list[int]
-    stream: TextStream
-    new: list[int] = field(default_factory=list)
-    done: bool = False
 
 
 class Engine:
@@ -342,44 +296,33 @@ class Engine:
     ) -> list[Generation]:
         """Compile and run a batch, as `generate` does."""
         compile_seconds = self._compile(tokenized, new, sampling, proposals)
-        sequences = [_Sequence(tokens, TextStream(self._decoded, tokens, stop)) for tokens in tokenized]
+        ends = self._end_tokens()
+        continuations = [
+            Continuation(TextStream(self._decoded, tokens, stop), ends, on_text and partial(on_text, number))
+            for number, tokens in enumerate(tokenized)
+        ]
         start = time.perf_counter()
         first = 0.0
         with _memory_errors():
             for row in self.backend.run(tokenized, new, sampling, proposals):
                 first = first or time.perf_counter() - start
-                for number, (sequence, token) in enumerate(zip(sequences, row, strict=True)):
-                    self._take(sequence, token, number, on_text)
-                if all(sequence.done for sequence in sequences):
+                for continuation, token in zip(continuations, row, strict=True):
+                    continuation.add(token)
+                if all(continuation.done for continuation in continuations):
                     break
         seconds = time.perf_counter() - start
         return [
             Generation(
-                text=self._decoded(sequence.tokens) + self._finished(sequence, number, on_text),
-                new_tokens=len(sequence.new),
+                text=self._decoded(tokens) + continuation.finish(),
+                new_tokens=continuation.new_tokens,
                 seconds=seconds,
                 first_token_seconds=first,
                 decode_seconds=seconds - first,
                 load_seconds=self.load_seconds,
                 compile_seconds=compile_seconds,
             )
-            for number, sequence in enumerate(sequences)
+            for tokens, continuation in zip(tokenized, continuations, strict=True)
         ]
-
-    def _take(self, sequence: _Sequence, token: int, number: int, on_text: OnText | None) -> None:
-        if sequence.done:
-            return
-        sequence.new.append(token)
-        text = sequence.stream.add(token)
-        if text and on_text:
-            on_text(number, text)
-        sequence.done = sequence.stream.stopped or token in self._end_tokens()
-
-    def _finished(self, sequence: _Sequence, number: int, on_text: OnText | None) -> str:
-        text = sequence.stream.finish()
-        if text and on_text:
-            on_text(number, text)
-        return sequence.stream.text
 
     def _end_tokens(self) -> set[int]:
         """Return the tokens that end a text: those of generation_config.json, or else of config.json.
