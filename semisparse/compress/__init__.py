@@ -6,7 +6,8 @@ from semisparse.compress.distributed.ranks import Ranks, all_ranks
 from semisparse.compress.distributed.watch import joined_ranks
 from semisparse.compress.journal import Journal, SharedJournal, fingerprint, open_journal, weights_digest
 from semisparse.compress.pipeline import compress_decoder_layers
-from semisparse.compress.recipe import NEEDS_DENSE, Recipe, parse_settings, read_yaml
+from semisparse.compress.recipe import NEEDS_DENSE, Recipe
+from semisparse.compress.recipe_file import parse_settings, read_yaml
 from semisparse.compress.report import LayerReport, Progress
 from semisparse.compress.staying_dense import dense_layers, split_decoder_experts
 from semisparse.compress.store import FinishedLayer, InPlace, LayerStore

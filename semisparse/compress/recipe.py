@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from semisparse.errors import PatternError, RecipeError
 from semisparse.patterns import NM, parse_pattern
@@ -31,9 +28,6 @@ KNOWN_VALUES: dict[str, tuple[str, ...]] = {
 
 Options = Mapping[str, Sequence[str | int]]
 """The keys that a format adds to recipes, each with its values; () stands for any integer of 0 or more."""
-
-MAX_YAML_BYTES = 1 << 16
-"""Maximum size of a recipe file, in bytes."""
 
 INTEGERS = ("search_tokens", "search_effort", "search_banks", "tune_epochs")
 """The keys that are integers of 1 or more."""
@@ -138,6 +132,10 @@ class Recipe:
     gpu: str = "auto"
 
     def __post_init__(self) -> None:
+        self._check_values()
+        self._check_combinations()
+
+    def _check_values(self) -> None:
         for key, known in KNOWN_VALUES.items():
             if getattr(self, key) not in known:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)!r}; it is one of: {', '.join(known)}")
@@ -147,6 +145,12 @@ class Recipe:
         for key in INTEGERS:
             if getattr(self, key) < 1:
                 raise RecipeError(f"recipe key {key!r} is {getattr(self, key)}; it is an integer of 1 or more")
+        try:
+            parse_pattern(self.pattern)
+        except PatternError as error:
+            raise RecipeError(f"recipe key 'pattern': {error}") from error
+
+    def _check_combinations(self) -> None:
         for key in NEEDS_DENSE:
             if self.prune == "none" and getattr(self, key) != "none":
                 raise RecipeError(
@@ -170,12 +174,8 @@ class Recipe:
             raise RecipeError(
                 f"tune={self.tune} trains the scales of quantised groups, quant={self.quant} has none; set quant=w4"
             )
-        try:
-            pattern = parse_pattern(self.pattern)
-        except PatternError as error:
-            raise RecipeError(f"recipe key 'pattern': {error}") from error
-        swaps = self.refine == "swaps"
-        if swaps and (self.targets or self.prune != "sparsegpt" or not isinstance(pattern, NM)):
+        swappable = self.prune == "sparsegpt" and isinstance(parse_pattern(self.pattern), NM) and not self.targets
+        if self.refine == "swaps" and not swappable:
             raise RecipeError(
                 f"refine=swaps exchanges weights within the windows of an n:m pattern after prune=sparsegpt; got "
                 f"prune={self.prune}, {'targets' if self.targets else f'pattern {self.pattern}'}: set refine=cg"
@@ -224,7 +224,7 @@ class Recipe:
         """Return the recipe with some keys changed; ``prune=none`` also removes the stages that need the dense model.
 
         Args:
-            changes: keys and values, from a YAML file or `parse_settings`.
+            changes: keys and values, from a YAML file or settings.
             options: the keys that the format adds.
         Raises:
             RecipeError: a key or a value is unknown.
@@ -285,61 +285,6 @@ def read_targets(targets: Any) -> tuple[tuple[str, float], ...]:
             raise RecipeError(f"target {key} is {text!r}; it is {unit}, such as {key}={example}")
         result[key] = number
     return tuple(sorted(result.items()))
-
-
-def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """Parse settings ``key=value``; a value is text, or a YAML list or mapping in brackets.
-
-    Raises:
-        RecipeError: a setting has another form.
-    """
-    changes = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise RecipeError(f"setting {setting!r} is not written key=value")
-        # Other values are not parsed as YAML: *.mlp.experts would be an alias.
-        brackets = value.lstrip()[:1] in ("[", "{")
-        changes[key.strip()] = _parse_yaml(value, f"setting {setting!r}") if brackets else value.strip()
-    return changes
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a recipe's keys and values from a YAML file.
-
-    Raises:
-        RecipeError: the file cannot be read, is too large, or is not a YAML mapping without aliases.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MAX_YAML_BYTES + 1)
-        text = content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    if len(content) > MAX_YAML_BYTES:
-        raise RecipeError(f"the recipe {path} is larger than {MAX_YAML_BYTES} bytes")
-    mapping = _parse_yaml(text, f"recipe {path}")
-    if not isinstance(mapping, dict):
-        raise RecipeError(f"recipe {path} holds no key: value lines")
-    return mapping
-
-
-class _PlainLoader(yaml.BaseLoader):
-    """YAML without aliases, with every scalar as text: in YAML 1.1 ``2:4`` is the base-60 number 124."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not read; write a pattern that begins with * in quotes")
-        return super().compose_node(parent, index)
-
-
-def _parse_yaml(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, _PlainLoader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{what} is not valid YAML: {error}") from error
-    except RecursionError as error:
-        raise RecipeError(f"{what} is nested too deeply") from error
 
 
 def _known_keys() -> list[str]:
