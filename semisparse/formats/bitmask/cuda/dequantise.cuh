@@ -13,7 +13,7 @@ __device__ __forceinline__ __nv_bfloat162 as_pair(Word bits, const __nv_bfloat16
     return *reinterpret_cast<__nv_bfloat162*>(&bits);
 }
 
-constexpr const SCALAR* kScalar = nullptr;  // selects overloads
+constexpr const SCALAR* kScalar = nullptr;  // selects overloads by type
 using Pair = decltype(as_pair(0, kScalar));
 
 __device__ constexpr Word high_byte_of(const __half*) { return 0x64; }

@@ -1,8 +1,8 @@
 // Row panels (README.md) from a dense weight: what a weight in panels of another height goes through on its way to a GPU.
 //
-// Grid: (panels). CTA: one warp; lane l walks the columns l, l + 32, ... of the panel's rows in order and makes its list. Launched
-// twice: first without `panel_loads`, which writes the loads that each panel needs, then with them, which writes the lists. `values`,
-// `deltas` and `bases` hold zeros before.
+// Grid: (panels). CTA: one warp; lane l walks the columns l, l + 32, ... of the panel's rows in order and writes its list. A list is
+// read in loads of kVector entries per lane. Launched twice: without `panel_loads` it counts the loads that each panel needs, with
+// them it writes the lists. `values`, `deltas` and `bases` must be zero-filled.
 // Shared memory: none.
 //
 // Bound by latency: a lane keeps kAhead loads in flight, and a GPU has a few panels per SM.
@@ -16,22 +16,27 @@ constexpr int kWarp = 32;
 constexpr int kSegments = 16;
 constexpr int kVector = 16 / sizeof(SCALAR);  // entries per load
 constexpr int kBits = 8 * sizeof(SCALAR);
-constexpr int kRowMultiple = 2;
+constexpr int kRowMultiple = 2;               // a row has a multiple of this many entries in each list
 constexpr int kAhead = 8;                     // weights of a lane in flight
 constexpr int kDeltaBytes = kVector * DELTA_BITS / 8;
 constexpr unsigned int kMagnitude = sizeof(SCALAR) == 2 ? 0x7fffu : 0x7fffffffu;  // all bits but the sign
 
-// A lane's list: entries are put in order. It writes a load when it is full.
-struct Lister {
+// Appends entries to a lane's list, in the order of their positions: row in the panel * columns per lane + column of the lane.
+// A load is collected in registers and stored when it is full.
+struct ListWriter {
     uint4* values;          // the lane's load 0; null to count only
     unsigned char* deltas;
     INDEX* bases;           // the lane's base of segment 0
     int loads;              // of the panel
     int limit, columns;     // maximum delta; columns per lane
-    int count = 0, last = 0, in_row = 0, base_row = 0, span = 1;
+    int count = 0;          // entries so far
+    int last = 0;           // position of the last one
+    int in_row = 0;         // entries of the current row
+    int base_row = 0;       // row of the segment's base
+    int span = 1;           // the most rows that a segment covers
     Word load_values[4] = {}, load_deltas[2] = {};
 
-    // Whether load `load` is the first of its segment.
+    // The segment that begins with load `load`, or -1 if none does.
     __device__ __forceinline__ int begun_segment(int load) const {
         const int segment = ((load + 1) * kSegments - 1) / loads;
         return segment * loads / kSegments == load ? segment : -1;
@@ -48,8 +53,8 @@ struct Lister {
         load_deltas[0] = load_deltas[1] = 0;
     }
 
-    // An entry at a position.
-    __device__ __forceinline__ void entry(int position, SCALAR value) {
+    // Appends one entry. The first of a segment has no delta: its position is the segment's base.
+    __device__ __forceinline__ void append(int position, SCALAR value) {
         const int at = count % kVector;
         if (values) {
             Word delta = position - last;
@@ -62,7 +67,7 @@ struct Lister {
             }
             span = max(span, position / columns - base_row + 1);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) {  // without an index that would move the arrays to local memory
+            for (int i = 0; i < kVector; ++i) {  // indexed by `at`, the arrays would be in local memory
                 if (i != at) continue;
                 load_values[i * kBits / 32] |= static_cast<Word>(value) << i * kBits % 32;
                 load_deltas[i * DELTA_BITS / 32] |= delta << i * DELTA_BITS % 32;
@@ -72,21 +77,22 @@ struct Lister {
         if (values && at == kVector - 1) flush();
     }
 
-    // A row ends: its entries become even in number.
+    // Pads the row to kRowMultiple entries, by a zero at the last position.
     __device__ __forceinline__ void end_row() {
-        if (in_row % kRowMultiple) entry(last, 0);
+        if (in_row % kRowMultiple) append(last, 0);
         in_row = 0;
     }
 
-    // A weight, and before it padding where the gap is too wide, in whichever rows it lies.
+    // Appends a weight. Where the gap before it exceeds the maximum delta, zeros `limit` apart come first; they may lie in
+    // rows between.
     __device__ __forceinline__ void put(int position, SCALAR value) {
         while (count > 0 && position - last > limit) {
             const int next = last + limit;
             if (next / columns != last / columns) end_row();
-            entry(next, 0);
+            append(next, 0);
         }
         if (count > 0 && position / columns != last / columns) end_row();
-        entry(position, value);
+        append(position, value);
     }
 };
 
@@ -103,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kWarp) semisparse_ec_csr_pack_panel
 ) {
     const int lane = threadIdx.x, panel = blockIdx.x;
     const long long first = panel_loads ? static_cast<long long>(panel_loads[panel]) * kWarp + lane : 0;
-    Lister list{panel_loads ? values + first : nullptr, deltas + first * kDeltaBytes,
+    ListWriter list{panel_loads ? values + first : nullptr, deltas + first * kDeltaBytes,
                 bases + static_cast<long long>(panel) * kSegments * kWarp + lane,
                 panel_loads ? panel_loads[panel + 1] - panel_loads[panel] : 0, limit, lane_columns};
     for (int row = 0; row < panel_rows; ++row) {

@@ -5,10 +5,8 @@
 
 #pragma once
 
+#include "element.cuh"
 #include "ptx/word.cuh"
-#include "types.cuh"
-
-using Element = SCALAR;  // type of x, scale, bias and y
 
 constexpr int kRows = 16;            // per chunk and row tile
 constexpr int kChunkGroups = 4;      // per row of a chunk
@@ -17,11 +15,6 @@ constexpr int kCodeWords = kGroupSize * BITS / 32;  // per group
 constexpr int kChunkColumns = kChunkGroups * kGroupSize;
 constexpr int kKTileColumns = CHUNKS_PER_K_TILE * kChunkColumns;  // a k-tile is one iteration of a warp's main loop
 constexpr int kThreads = 32 * WARPS;
-
-constexpr const Element* kElement = nullptr;  // picks overloads by type
-__device__ constexpr bool is_half(const __half*) { return true; }
-__device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
-constexpr bool kHalf = is_half(kElement);
 
 // The value whose bits are in the low half of a word.
 __device__ __forceinline__ __half element_of(Word bits, const __half*) {

@@ -20,10 +20,6 @@
 constexpr int kTokenTiles = TILE_M / 8;
 using Accumulators = float[ROW_TILES][kTokenTiles][4];
 
-__device__ constexpr bool is_half(const __half*) { return true; }
-__device__ constexpr bool is_half(const __nv_bfloat16*) { return false; }
-constexpr bool kHalf = is_half(kElement);
-
 #if MULTIPLY_CODES
 
 // `spread` puts pair i of a unit's codes at bit BITS * i of each half of a word. The first k-step takes pairs 0 and 1, the second
@@ -31,10 +27,10 @@ constexpr bool kHalf = is_half(kElement);
 constexpr int kSets = kHalf || BITS < 4 ? 2 : 1;
 constexpr int kSetShift = BITS == 2 || (BITS == 3 && kHalf) ? 2 * BITS : BITS;
 constexpr Word kPairMask = ((1u << BITS) - 1) * 0x10001u;
-constexpr Word kAnchor = kHalf ? 0 : 0x43004300u;  // 128
-constexpr float kCodeUnit = kHalf ? 1.0f / (1 << 24) : 1.0f;
-constexpr float kSetFactor = kSets == 2 ? 1.0f / (1 << kSetShift) : 1.0f;
-constexpr Word kOnes = kHalf ? 0x3c003c00u : 0x3f803f80u;
+constexpr Word kAnchor = kHalf ? 0 : 0x43004300u;  // what codes are OR'ed to: 0 in half (subnormals), 128 in bfloat16
+constexpr float kCodeUnit = kHalf ? 1.0f / (1 << 24) : 1.0f;                     // value of code 1, less the anchor
+constexpr float kSetFactor = kSets == 2 ? 1.0f / (1 << kSetShift) : 1.0f;        // scales set 1 to set 0
+constexpr Word kOnes = kHalf ? 0x3c003c00u : 0x3f803f80u;                        // a pair of 1.0
 
 // Puts a unit's codes into 16-bit numbers, pair i of columns into numbers[i].
 // `anchor` is kAnchor in a register: an instruction takes only one constant.
@@ -87,7 +83,8 @@ struct GroupSums {
         }
     }
 
-    // Adds scale * (sum(code x) - zero sum(x)) to the accumulators.
+    // Adds scale * (sum(code x) - zero sum(x)) to the accumulators. The stored zero point counts units of 2^(BITS - 8) codes.
+    // In bfloat16 the anchor's share, 128 sum(x), is subtracted, too.
     __device__ __forceinline__ void apply(Accumulators& accumulators, const WeightRead& read, Word stage, Word skew,
                                           int group) const {
         float zero_sums[kTokenTiles][2], anchor_sums[kTokenTiles][2];

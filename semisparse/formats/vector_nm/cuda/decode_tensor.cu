@@ -55,7 +55,7 @@ static_assert(!ADD_RESIDUAL || TILE_M * TILE_N <= kThreads, "a thread loads the 
 
 using Accumulators = float[kM16Tiles][kN8Tiles][4];
 
-__device__ __forceinline__ const SCALAR* kind() { return nullptr; }  // selects the mma of this type
+constexpr const SCALAR* kScalar = nullptr;  // selects overloads by type
 
 // The work of the grid. A row tile is computed in passes, one per panel of x. In a pass a warp multiplies up to `steps` tiles
 // of kTileSlots slots each. `row_tiles` are those of y; with SILU_MUL w has twice as many.
@@ -164,7 +164,7 @@ __device__ __forceinline__ void multiply(Accumulators& d, Word stage, const XFra
             Word w[4];
             ldmatrix_x4_trans(w, (rows ^ m16 * 2 * kChunkBytes) + k16 * 16 * kChunksPerSlot * kChunkBytes);
 #pragma unroll
-            for (int n8 = 0; n8 < kN8Tiles; ++n8) mma_m16n8k16(d[m16][n8], w, x[n8][2 * k16], x[n8][2 * k16 + 1], kind());
+            for (int n8 = 0; n8 < kN8Tiles; ++n8) mma_m16n8k16(d[m16][n8], w, x[n8][2 * k16], x[n8][2 * k16 + 1], kScalar);
         }
     }
 }

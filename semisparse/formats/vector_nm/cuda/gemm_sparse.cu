@@ -62,7 +62,7 @@ struct PipelineState {
 };
 
 using Accumulators = float[kTileM / 2];
-constexpr const SCALAR* kind = nullptr;
+constexpr const SCALAR* kScalar = nullptr;  // selects overloads by type
 
 // The A fragments and metadata of a consumer's two 64-row tiles.
 struct Weights {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void epilogue(const float (&d)[kTileM / 2], const SCA
         Word transposed[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            transposed[i] = movmatrix_trans(pack2(d[4 * j + 2 * i] + added[i], d[4 * j + 2 * i + 1] + added[i], kind));
+            transposed[i] = movmatrix_trans(pack2(d[4 * j + 2 * i] + added[i], d[4 * j + 2 * i + 1] + added[i], kScalar));
         }
         const Word other = __shfl_xor_sync(0xffffffffu, odd ? transposed[0] : transposed[1], 1);
         const uint2 four = odd ? uint2{other, transposed[1]} : uint2{transposed[0], other};
@@ -254,8 +254,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) semisparse_vector_nm_g
                 w.metadata[1] = __byte_perm(record1.x, 0, metadata_half);
                 fence_proxy_async();
                 wgmma_fence();
-                if (needed0) wgmma_sp_m64n128k32(d0, w.values[0], x_descriptor(stage), w.metadata[0], kind);
-                if (needed1) wgmma_sp_m64n128k32(d1, w.values[1], x_descriptor(stage), w.metadata[1], kind);
+                if (needed0) wgmma_sp_m64n128k32(d0, w.values[0], x_descriptor(stage), w.metadata[0], kScalar);
+                if (needed1) wgmma_sp_m64n128k32(d1, w.values[1], x_descriptor(stage), w.metadata[1], kScalar);
                 wgmma_commit_group();
                 wgmma_wait_group<1>();
                 if (in_flight) mbarrier_arrive_warp(in_flight, lane);

@@ -1,4 +1,5 @@
-// The accumulators of a warp of decode.cuh, and how those of the K slices are added and stored to y.
+// The accumulators of a warp of decode.cuh. The warps of a row tile each have a slice of K: their accumulators are added in shared
+// memory, in the order of the slices, and stored to y.
 
 #pragma once
 
