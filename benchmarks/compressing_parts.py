@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from semisparse.compress.prune import sparsegpt
+from semisparse.compress.prune.factor import factorise
 from semisparse.compress.prune.refine import conjugate_gradient
 from semisparse.compress.prune.sweep_triton import prune_windows
 from semisparse.compress.three_pass import ThreePassLinear, outer_sum
@@ -57,7 +58,7 @@ def errors() -> list[dict[str, str]]:
         {"part": "x.T @ x in float32", "error": f"{error(x.T @ x, gram):.2g}"},
         {"part": "x @ w.T in three products", "error": f"{error(y, product):.2g}"},
     ]
-    factor = sparsegpt.factorise((x.T @ x / len(x)).contiguous(), 0.01)
+    factor = factorise((x.T @ x / len(x)).contiguous(), 0.01)
     assert factor
     found, mask = prune_windows(weight, factor.upper, 32, 64, 4, sparsegpt.UPDATE_COLUMNS)
     with patch.object(sparsegpt, "has_pruning_kernel", return_value=False):
@@ -73,7 +74,7 @@ def times() -> list[dict[str, str]]:
     x, down = torch.randn(TOKENS, INNER, device="cuda"), torch.randn(HIDDEN, INNER, device="cuda")
     up, query = torch.randn(INNER, HIDDEN, device="cuda"), torch.randn(8, HEADS, 2048, 128, device="cuda")
     hessian = outer_sum(x, x) / TOKENS
-    factor = sparsegpt.factorise(hessian, 0.01)
+    factor = factorise(hessian, 0.01)
     assert factor
     upper = factor.upper
     with ThreePassLinear():
@@ -85,7 +86,7 @@ def times() -> list[dict[str, str]]:
         f"attention in float32 {TOKENS}x{HIDDEN}": milliseconds(
             lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True)
         ),
-        f"inverse factor {INNER}": milliseconds(lambda: sparsegpt.factorise(hessian, 0.01)),
+        f"inverse factor {INNER}": milliseconds(lambda: factorise(hessian, 0.01)),
         f"32:64 in Triton {HIDDEN}x{INNER}": milliseconds(lambda: prune_windows(down, upper, 32, 64, 4, 128)),
         f"conjugate gradients {HIDDEN}x{INNER}": milliseconds(
             lambda: conjugate_gradient(down, down > 0, hessian, down)

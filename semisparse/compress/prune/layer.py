@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from semisparse.compress.prune.magnitude import magnitude
+from semisparse.compress.prune.masks import EQUATION_4, PUBLISHED, REPEATED, MaskRule
+from semisparse.compress.prune.problem import Problem, normalise
 from semisparse.compress.prune.quantise import ColumnQuantiser, round_by_descent, scales_for
 from semisparse.compress.prune.refine import conjugate_gradient
 from semisparse.compress.prune.rows import WHOLE, Rows
-from semisparse.compress.prune.sparsegpt import (
-    EQUATION_4,
-    PUBLISHED,
-    REPEATED,
-    InverseFactor,
-    MaskRule,
-    factorise,
-    has_pruning_kernel,
-    losses,
-    order_by_loss,
-    prune_columns,
-    quantise_columns,
-)
+from semisparse.compress.prune.sparsegpt import has_pruning_kernel, prune_columns, quantise_columns
 from semisparse.compress.prune.statistics import Statistics
 from semisparse.compress.prune.swaps import swap_weights
 from semisparse.compress.prune.wanda import wanda
@@ -140,7 +128,7 @@ def _prune_ways(
         if not all(mean.isfinite().all() for mean in (statistics.hessian, statistics.cross) if mean is not None):
             raise InputError("its calibration activations hold NaN or infinity, or are too large for float32")
         by_hessian = recipe.prune.startswith("sparsegpt")
-        normalised = _normalise(weight, statistics, recipe, rows) if by_hessian else None
+        normalised = normalise(weight, statistics, recipe, rows) if by_hessian else None
         problem = None if normalised is None else normalised.ordered(first, recipe, rows, keep=own_orders)
         power = _power_of_outputs(weight, statistics.hessian, rows)
     for pattern, alike in groupby(ways, key=lambda way: way[0]):
@@ -177,86 +165,7 @@ def require_finite(weight: Tensor) -> None:
         raise InputError("the weight holds NaN or infinity; the model is damaged")
 
 
-class _Problem(NamedTuple):
-    """A linear layer's least-squares problem, normalised.
-
-    Each input feature is scaled to a mean square of 1, so that damping has the same relative effect on each. For
-    ``sparsegpt-published`` all features have one scale, such that the mean of their mean squares is 1.
-
-    Args:
-        goal: [N, K] float32, the best weight if none is pruned; columns in pruning order.
-        hessian: [K, K] float32, damped, in the same order.
-        factor: of the Hessian's inverse.
-        order: [K] int64, the pruning order: indices of the weight's columns.
-        scale: [K] float32, the factor that each column was multiplied by, in the weight's own order.
-    """
-
-    goal: Tensor
-    hessian: Tensor
-    factor: InverseFactor
-    order: Tensor
-    scale: Tensor
-
-
-class _Normalised:
-    """What of a linear layer's problem does not depend on the pattern: as in `_Problem`, columns in their own order."""
-
-    def __init__(self, goal: Tensor, hessian: Tensor, factor: InverseFactor, scale: Tensor) -> None:
-        self._goal, self._hessian, self._factor, self._scale = goal, hessian, factor, scale
-
-    def ordered(self, pattern: Pattern, recipe: Recipe, rows: Rows, keep: bool) -> _Problem | None:
-        """Put the columns in pruning order; None if the Hessian is singular then.
-
-        Args:
-            pattern: determines the order.
-            recipe: as in `prune_layer`.
-            rows: as in `prune_layer`.
-            keep: whether other patterns follow; else this object's matrices, which take memory, are dropped.
-        """
-        goal, hessian, factor, scale = self._goal, self._hessian, self._factor, self._scale
-        if not keep:
-            del self._goal, self._hessian, self._factor
-        order = torch.arange(len(scale), device=scale.device)
-        if recipe.prune != "sparsegpt-published":
-            loss = rows.total(partial(losses, factor=factor, pattern=pattern), goal)
-            order = order_by_loss(loss, pattern, windows=recipe.order == "windows")
-        if (order.diff() != 1).any():
-            hessian, goal = hessian[order][:, order], goal[:, order]
-            found = factorise(hessian, recipe.damping)
-            if found is None:
-                return None
-            factor = found
-        elif keep:
-            hessian = hessian.clone()
-        hessian.diagonal().add_(factor.damping)
-        return _Problem(goal, hessian, factor, order, scale)
-
-
-def _normalise(weight: Tensor, statistics: Statistics, recipe: Recipe, rows: Rows) -> _Normalised | None:
-    """Set up the problem that SparseGPT solves; None if the Hessian is singular."""
-    published = recipe.prune == "sparsegpt-published"
-    power = statistics.hessian.diagonal()
-    dead = power == 0
-    # The authors damp by a share of the mean of the diagonal.
-    scale = (power.mean().expand_as(power) if published else power).sqrt().masked_fill(dead, 1)
-    hessian = statistics.hessian / torch.outer(scale, scale)
-    goal = (weight * scale).masked_fill(dead, 0)
-
-    factor = factorise(hessian, recipe.damping)
-    if factor is None:
-        return None
-    if statistics.cross is not None:
-        goal = rows.joined(partial(_moved_goal, hessian, factor.upper), goal, statistics.cross / scale)
-    return _Normalised(goal, hessian, factor, scale)
-
-
-def _moved_goal(hessian: Tensor, upper: Tensor, weight: Tensor, cross: Tensor) -> Tensor:
-    """Return the best weight if none is pruned, [N, K]: ``cross @ H^-1``, computed as a change of the weight."""
-    missing = cross - multiplier(hessian)(weight)
-    return weight + multiplier(upper)(multiplier(upper.T)(missing))
-
-
-def _masked(problem: _Problem, pattern: Pattern, recipe: Recipe, rows: Rows) -> tuple[Tensor, Tensor]:
+def _masked(problem: Problem, pattern: Pattern, recipe: Recipe, rows: Rows) -> tuple[Tensor, Tensor]:
     """Prune without quantising; return the weight and the mask, columns in pruning order."""
     goal, upper = problem.goal, problem.factor.upper
     if isinstance(pattern, Group) and pattern.percent == 0:
@@ -280,7 +189,7 @@ def _rule(recipe: Recipe) -> MaskRule:
 
 
 def _sparsegpt(
-    problem: _Problem, pattern: Pattern, recipes: Sequence[Recipe], dtype: torch.dtype, rows: Rows = WHOLE
+    problem: Problem, pattern: Pattern, recipes: Sequence[Recipe], dtype: torch.dtype, rows: Rows = WHOLE
 ) -> list[tuple[Tensor, GroupScales | None]]:
     """Prune, and quantise as each recipe says.
 
@@ -312,7 +221,7 @@ def _refines(recipe: Recipe) -> bool:
 
 
 def _in_groups(
-    problem: _Problem,
+    problem: Problem,
     pattern: Group,
     recipe: Recipe,
     pruned: Tensor,
@@ -338,7 +247,7 @@ def _in_groups(
 
 
 def _by_descent(
-    problem: _Problem,
+    problem: Problem,
     pattern: Pattern,
     recipe: Recipe,
     pruned: Tensor,

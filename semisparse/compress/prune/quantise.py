@@ -173,7 +173,7 @@ class ColumnQuantiser:
         Args:
             weight: [N, K] float32, on a GPU.
             kept: [N, K] bool, the mask.
-            upper: [K, K] float32, as in `sparsegpt.InverseFactor`.
+            upper: [K, K] float32, as in `factor.InverseFactor`.
         """
         from semisparse.compress.prune.rounding_triton import round_group
 

@@ -148,7 +148,7 @@ def round_group(
     Args:
         weight: [N, K] float32, contiguous.
         kept: [N, K] int8, the mask.
-        upper: [K, K] float32, contiguous, as in `sparsegpt.InverseFactor`.
+        upper: [K, K] float32, contiguous, as in `factor.InverseFactor`.
         scale: [N] float32.
         zero: [N] float32, zero points in codes.
         last: [N] float32, the largest code.

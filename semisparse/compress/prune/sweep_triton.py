@@ -100,7 +100,7 @@ def prune_windows(
 
     Args:
         weight: [N, K] float32, on a GPU.
-        upper: [K, K] float32, as in `sparsegpt.InverseFactor`.
+        upper: [K, K] float32, as in `factor.InverseFactor`.
         keep: weights of a window to keep.
         window: columns; a power of two that divides K and ``block``.
         interval: columns after which a window's mask is chosen anew.

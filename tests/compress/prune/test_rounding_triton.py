@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from semisparse.compress.prune import quantise, sparsegpt
+from semisparse.compress.prune.factor import factorise
 from semisparse.compress.prune.quantise import round_by_descent
 from semisparse.quant.group import scales_of
 
@@ -22,7 +23,7 @@ def problem(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     x = torch.randn(512, COLUMNS, generator=generator) @ torch.randn(COLUMNS, COLUMNS, generator=generator)
     x = x / x.square().mean(0).sqrt()
     hessian = x.T @ x / len(x)
-    upper = sparsegpt.factorise(hessian, 0.01).upper
+    upper = factorise(hessian, 0.01).upper
     weight = torch.randn(6, COLUMNS, generator=generator)
     kept = torch.rand(6, COLUMNS, generator=generator) < 0.6
     units = torch.rand(COLUMNS, generator=generator) + 0.5

@@ -8,17 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from semisparse.compress.prune import sparsegpt
-from semisparse.compress.prune.sparsegpt import (
-    EQUATION_4,
-    PUBLISHED,
-    REPEATED,
-    MaskRule,
-    factorise,
-    losses,
-    order_by_loss,
-    prune_columns,
-)
+from semisparse.compress.prune.factor import factorise
+from semisparse.compress.prune.masks import EQUATION_4, MASK_COLUMNS_BY_ROW, PUBLISHED, REPEATED, MaskRule
+from semisparse.compress.prune.order import losses, order_by_loss
+from semisparse.compress.prune.sparsegpt import UPDATE_COLUMNS, prune_columns
 from semisparse.patterns import NM, Group, Pattern, Unstructured, VectorNM, parse_pattern
 
 
@@ -68,9 +61,9 @@ class Shares:
 
     def next(self, weight: Tensor, divisors: Tensor, start: int, stop: int) -> int:
         """Return how many weights or groups the span keeps."""
-        if start % sparsegpt.UPDATE_COLUMNS == 0:
+        if start % UPDATE_COLUMNS == 0:
             self.seen = weight.clone()
-        end = start - start % sparsegpt.UPDATE_COLUMNS + sparsegpt.UPDATE_COLUMNS
+        end = start - start % UPDATE_COLUMNS + UPDATE_COLUMNS
         current = torch.cat((weight[:, start:end], self.seen[:, end:]), dim=1)
         cost = current**2 / divisors
         size = self.pattern.step
@@ -87,7 +80,7 @@ def spans(pattern: Pattern, columns: int, rule: MaskRule) -> list[tuple[int, int
     """Spans of columns whose mask is chosen together: first column, end, and after how many columns it is updated."""
     width, size = pattern.step, pattern.step if isinstance(pattern, Group) else 1
     if isinstance(pattern, Unstructured | Group):
-        wanted = sparsegpt.MASK_COLUMNS_BY_ROW if pattern.by_row else rule.strip
+        wanted = MASK_COLUMNS_BY_ROW if pattern.by_row else rule.strip
         while width < wanted:
             width += pattern.step
     again = size

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from semisparse.compress.prune import sparsegpt
+from semisparse.compress.prune.factor import factorise
+from semisparse.compress.prune.masks import MASK_UPDATES
 from semisparse.patterns import NM
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'semisparse[cuda]'")
@@ -24,14 +26,14 @@ def test_it_prunes_as_torch_does(keep: int, window: int, columns: int, block: in
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, columns, generator=generator)
     x = x / x.square().mean(0).sqrt()
-    upper = sparsegpt.factorise(x.T @ x / len(x), 0.01).upper.to(DEVICE)
+    upper = factorise(x.T @ x / len(x), 0.01).upper.to(DEVICE)
     weight = torch.randn(6, columns, generator=generator).to(DEVICE)
     weight[1] = 0
     weight[2] = weight[2].sign()  # of equal scores the lower column is kept
     monkeypatch.setattr(sparsegpt, "UPDATE_COLUMNS", block)
     monkeypatch.setattr(sparsegpt, "has_pruning_kernel", lambda pattern, weight: False)
     expected, kept = sparsegpt.prune_columns(weight, upper, NM(keep, window))
-    found, mask = prune_windows(weight, upper, keep, window, max(1, window // sparsegpt.MASK_UPDATES), block)
+    found, mask = prune_windows(weight, upper, keep, window, max(1, window // MASK_UPDATES), block)
     assert torch.equal(mask, kept)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(found != 0, expected != 0)

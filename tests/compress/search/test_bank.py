@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.prune import sparsegpt
+from semisparse.compress.prune import order
 from semisparse.compress.search import bank as bank_module
 from semisparse.compress.search.bank import Bank, build_bank, prune_densities, to_dense, to_masked
 from semisparse.compress.search.space import search_space
@@ -106,7 +106,7 @@ def test_every_level_is_what_pruning_to_it_alone_gives(
     architecture: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Check the first linear layer, whose inputs are the dense model's; the pruning order of the columns is fixed."""
-    monkeypatch.setattr(sparsegpt, "MIN_REORDERED_WINDOW", sys.maxsize)
+    monkeypatch.setattr(order, "MIN_REORDERED_WINDOW", sys.maxsize)
     model = random_model(architecture)
     before = [parameter.clone() for parameter in model.parameters()]
     first, last = FIRST[architecture], LAST[architecture]
