@@ -21,7 +21,7 @@ from semisparse.api.packed_layers import PackedLayers
 from semisparse.compress import pipeline, propagate
 from semisparse.compress.distributed.exchange import Exchange
 from semisparse.compress.distributed.ranks import SeveralRanks
-from semisparse.compress.prune import RunningSums, layer
+from semisparse.compress.prune import RunningSums, layer, problem
 
 COPY = "copy to the device"
 PARTS = (
@@ -32,12 +32,12 @@ PARTS = (
     (SeveralRanks, "_root", "exchange of sums"),
     (Exchange, "broadcast", "broadcasts, waiting included"),
     (Exchange, "receive", "receiving, waiting included"),
-    (pipeline, "_prune", "pruning, the rest"),
+    (pipeline, "prune_linear", "pruning, the rest"),
     (RunningSums, "statistics", "targets"),
-    (layer, "_normalise", "normalising"),
-    (layer, "factorise", "factors"),
-    (layer, "_moved_goal", "goal"),
-    (layer, "losses", "order"),
+    (layer, "normalise", "normalising"),
+    (problem, "factorise", "factors"),
+    (problem, "_moved_goal", "goal"),
+    (problem, "losses", "order"),
     (layer, "prune_columns", "columns"),
     (layer, "conjugate_gradient", "conjugate gradients"),
     (layer, "_relative_error", "errors"),

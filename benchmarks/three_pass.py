@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from semisparse.compress import calibration, propagate
-from semisparse.compress.prune import RunningSums, layer, refine, statistics
+from semisparse.compress.prune import RunningSums, layer, problem, refine, statistics
 from semisparse.compress.three_pass import linear_with_gradients, outer_sum
 from semisparse.nn import SparseLinear, weight_of
 
@@ -57,7 +57,7 @@ def three_products(device: str) -> Iterator[None]:
         if device == "cpu":
             stack.enter_context(EmulatedLinear())
             stack.enter_context(patch.object(RunningSums, "_accumulate", accumulate))
-            for module in (layer, refine, statistics):
+            for module in (layer, problem, refine, statistics):
                 stack.enter_context(patch.object(module, "multiplier", lambda matrix: lambda x: outer_sum(x.T, matrix)))
         yield
 
@@ -72,7 +72,7 @@ def float32(device: str, batch_share: int = 1) -> Iterator[None]:
         patch.dict(calibration.BATCH_TOKENS, {device: tokens}),
         contextlib.ExitStack() as stack,
     ):
-        for module in (layer, refine, statistics):
+        for module in (layer, problem, refine, statistics):
             stack.enter_context(patch.object(module, "multiplier", lambda matrix: lambda x: x @ matrix))
         yield
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,30 +16,28 @@ from semisparse.compress.calibration import check_batches
 from semisparse.compress.choice import Choice
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.hidden_states import empty_states
+from semisparse.compress.linear import (
+    Compressed,
+    check_pruned,
+    copy_pruned,
+    density_of,
+    in_model_dtype,
+    prune_by_magnitude,
+    prune_linear,
+)
 from semisparse.compress.propagate import (
     Activations,
     DecoderLayer,
-    errors_naming,
     first_activations,
     float32_matmuls,
     linears_with_statistics,
     list_decoder_layers,
     propagate,
 )
-from semisparse.compress.prune import (
-    PrunedLayer,
-    Rows,
-    Statistics,
-    can_share_rows,
-    magnitude,
-    piece_lengths,
-    prune_layer,
-    require_finite,
-)
+from semisparse.compress.prune import can_share_rows
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.routed import CalibratedLinear
-from semisparse.compress.search.bank import MaskedWeight, to_dense
+from semisparse.compress.search.bank import MaskedWeight
 from semisparse.compress.store import FinishedLayer, InPlace, LayerStore, OnFirstRank
 from semisparse.compress.trace import find_inputs
 from semisparse.compress.tune import (
@@ -141,9 +137,6 @@ def compress_decoder_layers(
         return reports
 
 
-Compressed = tuple[str, Tensor, LayerReport]
-"""A linear layer's name in its decoder layer, its compressed weight [N, K] in the model's dtype, and the report."""
-
 CompressAlone = Callable[[DecoderLayer, str], Compressed]
 """Compresses a linear layer, given its decoder layer and its name in that."""
 
@@ -153,11 +146,11 @@ def _compressed_alone(
 ) -> CompressAlone | None:
     """Return a function that compresses a linear layer without activations; None if the recipe needs activations."""
     if recipe.prune == "none":
-        return partial(_check, device=device)
+        return partial(check_pruned, device=device)
     if recipe.prune == "magnitude" and recipe.tune == "none" and not batches:
-        return partial(_prune_by_magnitude, device=device)
+        return partial(prune_by_magnitude, device=device)
     if pruned and recipe.tune == "none":
-        return partial(_copy_pruned, pruned=pruned, device=device)
+        return partial(copy_pruned, pruned=pruned, device=device)
     return None
 
 
@@ -206,7 +199,7 @@ def _compress_in_order(
         else:
             reports = []
             for name, weight, report in (
-                (_copy_pruned(layer, name, pruned, activations.device) for name in layer.patterns)
+                (copy_pruned(layer, name, pruned, activations.device) for name in layer.patterns)
                 if pruned
                 else _prune_layer(layer, dense, working, activations, index, recipe, choices)
             ):
@@ -220,7 +213,7 @@ def _compress_in_order(
                 )
                 on_tuned(stage, result)
             names = [report.name.removeprefix(f"{layer.name}.") for report in reports]
-            weights = {name: _rounded(weight_of(working.get_submodule(name)), layer, name) for name in names}
+            weights = {name: in_model_dtype(weight_of(working.get_submodule(name)), layer, name) for name in names}
             finished = FinishedLayer(weights, reports)
             store.save(index, layer, finished)
         yield finished.reports
@@ -228,34 +221,6 @@ def _compress_in_order(
         on_layer(index, dense, working)
         if layer is not layers[-1]:
             propagate(activations, index, working, dense)
-
-
-def _check(layer: DecoderLayer, name: str, device: torch.device) -> Compressed:
-    """Check that a weight pruned elsewhere obeys its pattern."""
-    weight, pattern, full_name = layer.weight(name).to(device), layer.patterns[name], layer.full_name(name)
-    with errors_naming(full_name):
-        require_finite(weight)
-        pattern.check(weight)
-    return name, weight, LayerReport(full_name, str(pattern), _density(weight), None, "none", 0.0)
-
-
-def _prune_by_magnitude(layer: DecoderLayer, name: str, device: torch.device) -> Compressed:
-    """Prune without calibration text; errors are not measured."""
-    started = time.perf_counter()
-    weight, pattern, full_name = layer.weight(name).to(device), layer.patterns[name], layer.full_name(name)
-    with errors_naming(full_name):
-        require_finite(weight)
-        weight = magnitude(weight, pattern)
-    density, seconds = _density(weight), time.perf_counter() - started
-    return name, weight, LayerReport(full_name, str(pattern), density, None, "magnitude", seconds)
-
-
-def _copy_pruned(
-    layer: DecoderLayer, name: str, pruned: Mapping[str, MaskedWeight], device: torch.device
-) -> Compressed:
-    """Return the weight that a search has pruned."""
-    masked, like = pruned[layer.full_name(name)], layer.weight(name)
-    return name, to_dense(masked, torch.empty_like(like, device=device)), masked.report
 
 
 def _prune_layer(
@@ -271,7 +236,7 @@ def _prune_layer(
 
     The caller writes each new weight into ``working`` before it takes the next.
     """
-    prune, ranks = partial(_prune, layer, recipe, choices), activations.ranks
+    prune, ranks = partial(prune_linear, layer, recipe, choices), activations.ranks
     for alike in linears_with_statistics(layer, dense, working, activations, index):
         alone = alike[0].name if len(alike) == 1 else None
         if alone and can_share_rows(alike[0].weight, layer.patterns[alone], recipe) and not choices:
@@ -279,64 +244,6 @@ def _prune_layer(
             continue
         costs = [linear.weight.numel() for linear in alike]
         yield from ranks.each(alike, costs, prune)
-
-
-def _prune(
-    layer: DecoderLayer,
-    recipe: Recipe,
-    choices: Mapping[str, Choice],
-    linear: CalibratedLinear,
-    sharing: Ranks | None = None,
-) -> Compressed:
-    """Prune a linear layer; with ``sharing`` each of these processes prunes some of its rows."""
-    started = time.perf_counter()
-    pattern, full_name = layer.patterns[linear.name], layer.full_name(linear.name)
-    choice = choices.get(full_name)
-    with errors_naming(full_name):
-        original = linear.weight.to(layer.weight(linear.name).dtype)
-        if choice is not None and choice.is_dense:
-            pruned = PrunedLayer(original, "dense", 0.0)
-        else:
-            own = recipe if choice is None else choice.recipe(recipe)
-            statistics = linear.statistics()
-            _warn_of_zero_inputs(full_name, statistics)
-            if sharing:
-                pruned = _prune_rows(original, pattern, statistics, own, sharing)
-            else:
-                pruned = prune_layer(original, pattern, statistics, own)
-    weight = _rounded(pruned.weight, layer, linear.name)
-    density, seconds = _density(weight), time.perf_counter() - started
-    report = LayerReport(full_name, str(pattern), density, pruned.error, pruned.outcome, seconds, pruned.scales)
-    return linear.name, weight, report
-
-
-def _prune_rows(weight: Tensor, pattern: Pattern, statistics: Statistics, recipe: Recipe, ranks: Ranks) -> PrunedLayer:
-    """Prune a weight [N, K] with the other processes, this one its share of the rows; return the whole."""
-    require_finite(weight)
-    lengths = piece_lengths(len(weight))
-    own = ranks.own(len(lengths))
-    some = slice(sum(lengths[: own.start]), sum(lengths[: own.stop]))
-    cross = None if statistics.cross is None else statistics.cross[some]
-    rows = Rows([lengths[piece] for piece in own], ranks.join)
-    pruned = prune_layer(weight[some], pattern, replace(statistics, cross=cross), recipe, rows)
-    pieces = ranks.join(list(pruned.weight.split(list(rows.lengths or ()))))
-    return replace(pruned, weight=torch.cat(pieces))
-
-
-def _warn_of_zero_inputs(name: str, statistics: Statistics) -> None:
-    """Warn of a linear layer whose error is 0 whatever is pruned; RMSNorm turns what overflows float32 into zeros."""
-    if not statistics.hessian.diagonal().any():
-        warnings.warn(
-            f"{name}: all its inputs are zero on the calibration text, so nothing guides its compression and its error "
-            "is 0: the model is damaged, or an earlier layer's outputs overflow",
-            stacklevel=2,
-        )
-
-
-def _rounded(weight: Tensor, layer: DecoderLayer, name: str) -> Tensor:
-    """Return a weight in the model's dtype."""
-    # The cast may round a small weight to -0; adding 0 turns it into +0.
-    return weight.to(layer.weight(name).dtype) + 0
 
 
 def _tune_layer(
@@ -375,16 +282,14 @@ def _tune_layer(
             result, scales = tune_decoder_layer(
                 working, scales, calls, activations.compressed, targets=targets, progress=progress, **how
             )
-        return result, scales, [_rounded(weight_of(working.get_submodule(name)), layer, name) for name in linears]
+        return result, scales, [in_model_dtype(weight_of(working.get_submodule(name)), layer, name) for name in linears]
 
     result, new_scales, weights = activations.ranks.first(train)
     reports = []
     for (name, report), weight in zip(linears.items(), weights, strict=True):
         weight_of(working.get_submodule(name)).copy_(weight)
         outcome = f"{report.outcome}, bqpo {result.outcome}"
-        reports.append(replace(report, density=_density(weight), error=None, outcome=outcome, scales=new_scales[name]))
+        reports.append(
+            replace(report, density=density_of(weight), error=None, outcome=outcome, scales=new_scales[name])
+        )
     return result, reports
-
-
-def _density(weight: Tensor) -> float:
-    return int(weight.count_nonzero()) / weight.numel()
