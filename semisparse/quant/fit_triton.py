@@ -74,6 +74,71 @@ def _within_range(scale, zero, unit, last, largest, epsilon, DTYPE: tl.constexpr
 
 
 @triton.jit
+def _spanning(
+    low, high, unit, last, largest, epsilon, MIDDLE: tl.constexpr, SYMMETRIC: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return the scale and stored zero point whose codes span the values from ``low`` to ``high``."""
+    if SYMMETRIC:
+        scale = _rounded(_divided(tl.where(high > -low, high, low), -(last + 1) * 0.5), DTYPE)
+        scale = tl.where(scale == 0, 1.0, scale)
+        zero = tl.zeros_like(low) + MIDDLE
+    else:
+        scale, zero = _between(low, high, unit, last, DTYPE)
+        scale = _within_range(scale, zero, unit, last, largest, epsilon, DTYPE)
+    return scale, zero
+
+
+@triton.jit
+def _between(low, high, unit, last, DTYPE: tl.constexpr):
+    """Return the scale and stored zero point whose codes span a range that is not symmetric."""
+    scale = _rounded(_divided(high - low, last), DTYPE)
+    scale = tl.where(scale == 0, 1.0, scale)
+    return scale, _clamped(_nearest(_divided(_divided(-low, scale), unit)), 255.0)
+
+
+@triton.jit
+def _refitted(
+    values,
+    factor,
+    scale,
+    zero,
+    unit,
+    last,
+    SYMMETRIC: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return the scale and stored zero point that fit the codes best, by least squares; the present ones if none do."""
+    code = _codes(values, scale, zero, unit, last, ROWS, COLUMNS)
+    if SYMMETRIC:
+        power = tl.sum(factor * (code * code), axis=1)
+        tried = _rounded(_divided(tl.sum(factor * code * values, axis=1), power), DTYPE)
+        usable = (power > 0) & (tried != 0) & (tl.abs(tried) < float("inf"))
+        tried, tried_zero = tl.where(usable, tried, scale), zero
+    else:
+        code += (zero * unit)[:, None]
+        total = tl.maximum(tl.sum(factor, axis=1), 1e-30)
+        mean_code = _divided(tl.sum(factor * code, axis=1), total)
+        mean_value = _divided(tl.sum(factor * values, axis=1), total)
+        centred, wanted = code - mean_code[:, None], values - mean_value[:, None]
+        power = tl.sum(factor * (centred * centred), axis=1)
+        tried = _rounded(_divided(tl.sum(factor * centred * wanted, axis=1), power), DTYPE)
+        usable = (power > 0) & (tried > 0) & (tried < float("inf"))
+        tried = tl.where(usable, tried, scale)
+        fitted = _divided(mean_code - _divided(mean_value, tried), unit)
+        tried_zero = tl.where(usable, _clamped(_nearest(fitted), 255.0), zero)
+    return tried, tried_zero
+
+
+@triton.jit
+def _better(scale, zero, least, tried, tried_zero, error):
+    """Return the scale, zero point and error of the two candidates that has the lower error, row by row."""
+    lower = error < least
+    return tl.where(lower, tried, scale), tl.where(lower, tried_zero, zero), tl.minimum(error, least)
+
+
+@triton.jit
 def semisparse_fit_scales(
     weight,
     kept,
@@ -125,54 +190,23 @@ def semisparse_fit_scales(
     last, number = tl.load(lasts + block), tl.load(counts + block)
     unit = (last + 1) * 0.00390625
     low, high = tl.minimum(tl.min(values, axis=1), 0.0), tl.maximum(tl.max(values, axis=1), 0.0)
-    zero = tl.zeros((ROWS,), tl.float32) + MIDDLE
-    if SYMMETRIC:
-        scale = _rounded(_divided(tl.where(high > -low, high, low), -(last + 1) * 0.5), DTYPE)
-        scale = tl.where(scale == 0, 1.0, scale)
-    else:
-        scale = _rounded(_divided(high - low, last), DTYPE)
-        scale = tl.where(scale == 0, 1.0, scale)
-        zero = _clamped(_nearest(_divided(_divided(-low, scale), unit)), 255.0)
-        scale = _within_range(scale, zero, unit, last, largest, epsilon, DTYPE)
-    spanning = scale
-    least = _error(values, factor, scale, zero, unit, last, ROWS, COLUMNS)
+    spanning, zero = _spanning(low, high, unit, last, largest, epsilon, MIDDLE, SYMMETRIC, DTYPE)
+    scale, least = spanning, _error(values, factor, spanning, zero, unit, last, ROWS, COLUMNS)
     for i in range(0, number):
         first = tl.load(shares + block * MOST + i)
         for j in range(0, 2 if SYMMETRIC else number):
-            if SYMMETRIC:
-                tried = _rounded(spanning * tl.where(j == 0, first, -first), DTYPE)
+            if SYMMETRIC:  # both signs: the range of codes is not symmetric
+                tried, tried_zero = _rounded(spanning * tl.where(j == 0, first, -first), DTYPE), zero
                 tried = tl.where(tried == 0, spanning, tried)
-                tried_zero = zero
             else:
-                below, above = low * first, high * tl.load(shares + block * MOST + j)
-                tried = _rounded(_divided(above - below, last), DTYPE)
-                tried = tl.where(tried == 0, 1.0, tried)
-                tried_zero = _clamped(_nearest(_divided(_divided(-below, tried), unit)), 255.0)
+                above = high * tl.load(shares + block * MOST + j)
+                tried, tried_zero = _between(low * first, above, unit, last, DTYPE)
             error = _error(values, factor, tried, tried_zero, unit, last, ROWS, COLUMNS)
-            scale, zero = tl.where(error < least, tried, scale), tl.where(error < least, tried_zero, zero)
-            least = tl.minimum(error, least)
+            scale, zero, least = _better(scale, zero, least, tried, tried_zero, error)
     for _ in range(0, REFITS):
-        code = _codes(values, scale, zero, unit, last, ROWS, COLUMNS)
-        if SYMMETRIC:
-            power = tl.sum(factor * (code * code), axis=1)
-            tried = _rounded(_divided(tl.sum(factor * code * values, axis=1), power), DTYPE)
-            usable = (power > 0) & (tried != 0) & (tl.abs(tried) < float("inf"))
-            tried, tried_zero = tl.where(usable, tried, scale), zero
-        else:
-            code += (zero * unit)[:, None]
-            total = tl.maximum(tl.sum(factor, axis=1), 1e-30)
-            mean_code = _divided(tl.sum(factor * code, axis=1), total)
-            mean_value = _divided(tl.sum(factor * values, axis=1), total)
-            centred, wanted = code - mean_code[:, None], values - mean_value[:, None]
-            power = tl.sum(factor * (centred * centred), axis=1)
-            tried = _rounded(_divided(tl.sum(factor * centred * wanted, axis=1), power), DTYPE)
-            usable = (power > 0) & (tried > 0) & (tried < float("inf"))
-            tried = tl.where(usable, tried, scale)
-            fitted = _divided(mean_code - _divided(mean_value, tried), unit)
-            tried_zero = tl.where(usable, _clamped(_nearest(fitted), 255.0), zero)
+        tried, tried_zero = _refitted(values, factor, scale, zero, unit, last, SYMMETRIC, DTYPE, ROWS, COLUMNS)
         error = _error(values, factor, tried, tried_zero, unit, last, ROWS, COLUMNS)
-        scale, zero = tl.where(error < least, tried, scale), tl.where(error < least, tried_zero, zero)
-        least = tl.minimum(error, least)
+        scale, zero, least = _better(scale, zero, least, tried, tried_zero, error)
     scale = _within_range(scale, zero, unit, last, largest, epsilon, DTYPE)
     out = row * groups + tl.program_id(1)
     tl.store(scales + out, scale, mask=inner < rows)
