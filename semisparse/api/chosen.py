@@ -53,13 +53,13 @@ class Chosen:
     finalists: Sequence[Finalist]
 
     @staticmethod
-    def of(found: SearchResult | JointResult | None, kept: Mapping[str, Kept]) -> Chosen:
+    def of(result: SearchResult | JointResult | None, kept: Mapping[str, Kept]) -> Chosen:
         """Collect what a search has found and what is kept."""
-        if isinstance(found, JointResult):
-            return Chosen({}, found.choices, found.weights, found.finalists)
+        if isinstance(result, JointResult):
+            return Chosen({}, result.choices, result.weights, result.finalists)
         if kept:
             return Chosen({name: parse_pattern(layer.choice.pattern) for name, layer in kept.items()}, {}, {}, ())
-        return Chosen(found.patterns, {}, found.weights, ()) if found else Chosen({}, {}, {}, ())
+        return Chosen(result.patterns, {}, result.weights, ()) if result else Chosen({}, {}, {}, ())
 
 
 def compress_chosen(

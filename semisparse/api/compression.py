@@ -271,20 +271,20 @@ def _run_recipe(
     # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
     has_rivals = batches and plan.search != "joint" and ranks.is_first
     rivals = Rivals(model, plan, batches, device, progress) if has_rivals else None
-    found: SearchResult | JointResult | None = None
+    result: SearchResult | JointResult | None = None
     if plan.search == "joint":
-        found = _search_choices(model, batches, plan, seed=seed, **run)
+        result = _search_choices(model, batches, plan, seed=seed, **run)
     elif plan.search != "none":
-        found = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
+        result = search_patterns(model, batches, plan, seed=seed, can_store=partial(can_store, plan), **run)
     kept = kept_layers(model, rounded, plan)
-    chosen = Chosen.of(found, kept)
+    chosen = Chosen.of(result, kept)
     layers = list_decoder_layers(model, plan, {})
     dense = dense_layers(model, plan, {layer.full_name(name) for layer in layers for name in layer.patterns})
     packed, compared = compress_chosen(
         model, batches, plan, chosen, tuning, kept=kept, seed=seed, mapped=mapped, journal=journal, **together
     )
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
-    search = found.metrics() | compared if found else None
+    search = result.metrics() | compared if result else None
     block = settings | {
         "layers": packed.entries,
         "dense": [asdict(layer) for layer in dense],

@@ -46,13 +46,13 @@ def speedups_of(layers: Mapping[str, Packed], machine: Machine) -> Speedups:
             return None
         return tuple(of_dense / of_packed for of_dense, of_packed in seconds)
 
-    found = {}
+    by_layer = {}
     for name, packed in layers.items():
         variant = get_format(packed.spec.format).tuned_by
         options = {key: packed.params[key] for key in variant if key in packed.params}
         candidate = Candidate(packed.spec.format, str(packed.spec.pattern), options)
-        found[name] = speedups(candidate, str(options), *packed.spec.shape, packed.spec.dtype)
-    return found
+        by_layer[name] = speedups(candidate, str(options), *packed.spec.shape, packed.spec.dtype)
+    return by_layer
 
 
 def without_gain(speedups: Speedups) -> list[str]:
@@ -65,11 +65,11 @@ def slower_from(speedups: Speedups) -> dict[int, list[str]]:
 
     Layers `without_gain` are left out. The smallest M comes first.
     """
-    found: dict[int, list[str]] = {}
+    slower: dict[int, list[str]] = {}
     for name, at in speedups.items():
         first = len(TOKENS)
         while at is not None and first and at[first - 1] * MIN_SPEEDUP <= 1:
             first -= 1
         if at is not None and max(at) >= MIN_SPEEDUP and first < len(TOKENS):
-            found.setdefault(TOKENS[first], []).append(name)
-    return dict(sorted(found.items()))
+            slower.setdefault(TOKENS[first], []).append(name)
+    return dict(sorted(slower.items()))

@@ -148,12 +148,12 @@ def _refuse_missing(model: PreTrainedModel, directory: ModelDirectory, packed: S
     keys = model_keys(model, directory.headers)
     if len(keys) < len(directory.headers):
         return
-    found = {name.removeprefix(f"{model.base_model_prefix}.") for name in keys.values()}
+    stored = {name.removeprefix(f"{model.base_model_prefix}.") for name in keys.values()}
     tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
     ignored = model._keys_to_ignore_on_load_missing or ()
     for name, _ in model.named_parameters():
         is_packed = name.rpartition(".")[0] in packed and name.endswith(".weight")
         if is_packed or name in tied or any(re.search(pattern, name) for pattern in ignored):
             continue
-        if name.removeprefix(f"{model.base_model_prefix}.") not in found:
+        if name.removeprefix(f"{model.base_model_prefix}.") not in stored:
             raise CheckpointError(f"tensor {name} is missing from the safetensors files of {directory.path}")

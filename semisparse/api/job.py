@@ -142,11 +142,11 @@ def check_written(written: Path, model: PreTrainedModel) -> None:
     except Exception as error:
         raise SemisparseError(f"the compressed model does not run: {type(error).__name__}: {error}") from error
     try:
-        found = _short_logits(checkpoint.load_model(written, model.device.type, model.dtype))
+        reloaded = _short_logits(checkpoint.load_model(written, model.device.type, model.dtype))
     except Exception as error:
         raise SemisparseError(f"the compressed model does not load again: {error}") from error
-    difference = float((found - expected).abs().max()) if found.shape == expected.shape else math.inf
-    if not torch.allclose(found, expected, rtol=0, atol=_tolerance(expected, model.dtype), equal_nan=True):
+    difference = float((reloaded - expected).abs().max()) if reloaded.shape == expected.shape else math.inf
+    if not torch.allclose(reloaded, expected, rtol=0, atol=_tolerance(expected, model.dtype), equal_nan=True):
         raise SemisparseError(
             f"the compressed model, when loaded again, computes logits that differ by {difference:.3g} from those in "
             f"memory, which reach {float(expected.abs().max()):.3g}"

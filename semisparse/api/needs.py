@@ -99,10 +99,10 @@ class Needs:
                 "free: use fewer --samples, or another --offload"
             )
         advice = "use fewer --samples, or a machine with more"
-        for name, needed, found in (("host", self.host, free.host), ("GPU", self.device, free.device)):
-            if needed > found:
+        for name, needed, available in (("host", self.host, free.host), ("GPU", self.device, free.device)):
+            if needed > available:
                 raise InputError(
-                    f"compressing takes up to {_text(needed)} of {name} memory, {_text(found)} are free: {advice}"
+                    f"compressing takes up to {_text(needed)} of {name} memory, {_text(available)} are free: {advice}"
                 )
 
 

@@ -82,11 +82,11 @@ class Rivals:
         self._device = device
         recipes = _dense_recipes()
         report = partial(progress, "measuring dense low bits")
-        found = self._log_probabilities(model, layers, [None, *recipes.values()], report)
-        self._dense = next(found)
+        log_probabilities = self._log_probabilities(model, layers, [None, *recipes.values()], report)
+        self._dense = next(log_probabilities)
         self._rivals = [
             Rival(name, _bits(recipe, linears, model.dtype), self._kl(rounded), math.nan, self._tokens)
-            for (name, recipe), rounded in zip(recipes.items(), found, strict=True)
+            for (name, recipe), rounded in zip(recipes.items(), log_probabilities, strict=True)
         ]
 
     def better_than(self, model: PreTrainedModel, bits: float) -> dict[str, Any] | None:
@@ -96,8 +96,8 @@ class Rivals:
         """
         prefix, modules = decoder_layers(model)
         layers = [DecoderLayer(f"{prefix}.{index}", module, {}) for index, module in enumerate(modules)]
-        [found] = self._log_probabilities(model, layers, [None])
-        own = self._kl(found)
+        [log_probabilities] = self._log_probabilities(model, layers, [None])
+        own = self._kl(log_probabilities)
         able = [rival for rival in self._rivals if rival.bits <= bits and rival.kl < own]
         return asdict(replace(min(able, key=lambda rival: rival.kl), own_kl=own)) if able else None
 
@@ -105,8 +105,8 @@ class Rivals:
     def _tokens(self) -> int:
         return sum(ids.shape[1] - 1 for ids in self._sequences)
 
-    def _kl(self, found: Sequence[Tensor]) -> float:
-        pairs = zip(found, self._dense, strict=True)
+    def _kl(self, log_probabilities: Sequence[Tensor]) -> float:
+        pairs = zip(log_probabilities, self._dense, strict=True)
         total = sum(F.kl_div(own, dense, log_target=True, reduction="sum").item() for own, dense in pairs)
         return total / max(1, self._tokens)
 
@@ -203,10 +203,10 @@ def _unpack(module: nn.Module, device: torch.device) -> None:
 
 def _first_sequences(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """Return the first calibration sequences, [1, length] int64 each, at most ``tokens`` tokens in total."""
-    found: list[Tensor] = []
+    sequences: list[Tensor] = []
     for sequence in (row for batch in batches for row in batch):
-        left = tokens - sum(ids.shape[1] for ids in found)
+        left = tokens - sum(ids.shape[1] for ids in sequences)
         if left < 2:
             break
-        found.append(sequence[None, :left])
-    return found
+        sequences.append(sequence[None, :left])
+    return sequences

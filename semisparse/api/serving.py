@@ -32,9 +32,9 @@ def check_gpu(description: Mapping[str, Any], arguments: Sequence[str]) -> None:
         return
     gpu, ranks = device_facts("cuda"), ranks_of(arguments)
     if gpu.capability < CAPABILITY:
-        found, needed = (".".join(map(str, capability)) for capability in (gpu.capability, CAPABILITY))
+        own, needed = (".".join(map(str, capability)) for capability in (gpu.capability, CAPABILITY))
         raise InputError(
-            f"{gpu.name} has compute capability {found}, and the kernels of compressed layers need {needed}: serve "
+            f"{gpu.name} has compute capability {own}, and the kernels of compressed layers need {needed}: serve "
             "them on a newer GPU"
         )
     # ec_csr has mask tiles beside its lists on Hopper GPUs only.

@@ -188,9 +188,9 @@ def _seconds(
     other patterns of the same format and bits. Without this, a pattern that was not measured can seem faster than a
     sparser one that was: 48:64 than 32:64 in 4 bits (4096 x 4096, 32 tokens, H200).
     """
-    found, _ = estimate_matmul(candidate, m, n, k, dtype, machine)
-    if found.measured or candidate.is_baseline:
-        return in_engine(candidate, found.seconds, m, dtype, machine)
+    estimate, _ = estimate_matmul(candidate, m, n, k, dtype, machine)
+    if estimate.measured or candidate.is_baseline:
+        return in_engine(candidate, estimate.seconds, m, dtype, machine)
     errors = []
     for other in candidates:
         if (other.format, other.options) == (
@@ -200,4 +200,4 @@ def _seconds(
             timed, _ = estimate_matmul(other, m, n, k, dtype, machine)
             if timed.measured:
                 errors.append(timed.seconds / modelled(other, m, n, k, dtype, machine).seconds)
-    return in_engine(candidate, found.seconds * (median(errors) if errors else 1.0), m, dtype, machine)
+    return in_engine(candidate, estimate.seconds * (median(errors) if errors else 1.0), m, dtype, machine)

@@ -166,16 +166,16 @@ def _linears(config: PretrainedConfig) -> tuple[list[_Linear], int]:
     except Exception as error:  # transformers raises many types
         raise InputError(f"no {config.model_type} can be built: {type(error).__name__}: {error}") from error
     head = model.get_output_embeddings()
-    found = []
+    linears = []
     for name, module in model.get_decoder().named_modules():
         if is_fused_experts(module):
-            found += [_Linear(f"{name}.{part}", n, k, count) for part, (count, n, k) in expert_shapes(module).items()]
+            linears += [_Linear(f"{name}.{part}", n, k, count) for part, (count, n, k) in expert_shapes(module).items()]
         elif is_linear(module) and module is not head:
-            found.append(_Linear(name, *weight_of(module).shape))
+            linears.append(_Linear(name, *weight_of(module).shape))
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None)
-    if chosen is None and any(layer.experts > 1 for layer in found):
+    if chosen is None and any(layer.experts > 1 for layer in linears):
         raise InputError(f"config.json of {type(model).__name__} does not say num_experts_per_tok: plan needs it")
-    return found, chosen or 1
+    return linears, chosen or 1
 
 
 def _grouped(linears: list[_Linear], chosen: int, fused: bool) -> list[LayerShape]:

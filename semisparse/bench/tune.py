@@ -59,9 +59,9 @@ def tune(
             _compile(setup, shape, candidates, tokens, pool)
             measured = (row for row in measure_layer(setup, shape, tokens, candidates) if isinstance(row, Measurement))
             for _, rows in groupby(measured, lambda row: row.candidate.label):
-                found = [_row(row) for row in rows if not row.candidate.is_baseline]
-                if found:
-                    yield found
+                timed = [_row(row) for row in rows if not row.candidate.is_baseline]
+                if timed:
+                    yield timed
     finally:
         timing.GPU_SECONDS = before
 

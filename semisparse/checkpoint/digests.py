@@ -21,9 +21,9 @@ EMPTY: Mapping[str, str | None] = MappingProxyType({})
 def digest_of(tensor: Tensor, blake: bool = False) -> str:
     """Return the SHA-256 digest of a tensor's bytes, or its BLAKE2b digest, in hexadecimal digits."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    found = new_hash(blake)
-    found.update(data)
-    return str(found.hexdigest())
+    hasher = new_hash(blake)
+    hasher.update(data)
+    return str(hasher.hexdigest())
 
 
 def digests_of(tensors: Mapping[Key, Tensor], blake: Collection[Key] = ()) -> dict[Key, str]:

@@ -187,14 +187,14 @@ class FileLayers:
     def _tensor(self, where: _Range, window: memoryview, blake: bool | None) -> StoredTensor:
         """Read one tensor to the begin of ``window``; ``blake`` is None for no digest."""
         window = window[: window_bytes(where.begin, where.end)]
-        found = None if blake is None else new_hash(blake)
+        hasher = None if blake is None else new_hash(blake)
         for piece in pieces(where.file, where.begin, where.end, window):
             if self._stopped.is_set():
                 raise CancelledError
-            if found is not None:
-                found.update(piece)
+            if hasher is not None:
+                hasher.update(piece)
         data = window[where.begin % ALIGNMENT :][: where.end - where.begin]
-        return StoredTensor(data, None if found is None else str(found.hexdigest()))
+        return StoredTensor(data, None if hasher is None else str(hasher.hexdigest()))
 
 
 def _find_layers(path: Path) -> dict[str, _Layer]:

@@ -190,8 +190,8 @@ class _Learned(Exception):
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype, moved: list[tuple[Tensor, Tensor]]) -> Any:
     if isinstance(value, Tensor):
-        same = [found for source, found in moved if source is value] or [
-            found for source, found in moved if source.dtype == value.dtype and torch.equal(source, value)
+        same = [copied for source, copied in moved if source is value] or [
+            copied for source, copied in moved if source.dtype == value.dtype and torch.equal(source, value)
         ]
         if same:
             return same[0]

@@ -202,8 +202,8 @@ def dense_pass(
     if activations.dense is None:
         return None, []
     pairs = zip(activations.calls[index], activations.dense, strict=True)
-    found = [capture_all(dense, inputs, call, hidden) for call, hidden in pairs]
-    return [seen for seen, _ in found] if activations.residual_target else None, [output for _, output in found]
+    captured = [capture_all(dense, inputs, call, hidden) for call, hidden in pairs]
+    return [seen for seen, _ in captured] if activations.residual_target else None, [output for _, output in captured]
 
 
 def linears_with_statistics(

@@ -80,14 +80,14 @@ def dense_layers(model: nn.Module, recipe: Recipe, compressed: Collection[str]) 
         compressed: names of the layers that are compressed.
     """
     decoder_list = decoder_layers(model)[0]
-    found = []
+    dense = []
     for name, module in model.named_modules():
         inside = name.startswith(f"{decoder_list}.")
         size = sum(parameter.nbytes for parameter in _linear_weights(module, inside))
         if size and name not in compressed:
             reason = (reason_to_stay_dense(model, name, recipe) or OWN_FORWARD) if inside else OUTSIDE
-            found.append(DenseLayer(name, reason, size))
-    return found
+            dense.append(DenseLayer(name, reason, size))
+    return dense
 
 
 def _linear_weights(module: nn.Module, inside: bool) -> list[Tensor]:

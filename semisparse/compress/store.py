@@ -71,10 +71,10 @@ class InPlace:
 
     def load(self, index: int, layer: DecoderLayer) -> FinishedLayer | None:
         """Return decoder layer ``index`` from the journal; None if it is not there."""
-        found = self._journal.load_layer(index) if self._journal else None
-        if found is None:
+        saved = self._journal.load_layer(index) if self._journal else None
+        if saved is None:
             return None
-        finished = FinishedLayer(*found)
+        finished = FinishedLayer(*saved)
         self._write(layer, finished)
         return finished
 

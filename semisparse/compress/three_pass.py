@@ -70,8 +70,8 @@ class _LinearFunction(torch.autograd.Function):
 
 def linear_with_gradients(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight.T``, [M, N] float32, of x [M, K] and weight [N, K]: as three products, like its gradients."""
-    found: Tensor = _LinearFunction.apply(x, weight)
-    return found
+    y: Tensor = _LinearFunction.apply(x, weight)
+    return y
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:

@@ -78,13 +78,13 @@ class Blueprint:
     @staticmethod
     def from_json(content: bytes) -> Blueprint:
         """Return what `to_json` wrote."""
-        found = json.loads(content)
-        found["heads"] = Heads(**found["heads"])
+        values = json.loads(content)
+        values["heads"] = Heads(**values["heads"])
         for name in ("embedding", "frequencies", "ends"):
-            found[name] = tuple(found[name])
+            values[name] = tuple(values[name])
         for name in ("linears", "norms"):
-            found[name] = {key: tuple(value) for key, value in found[name].items()}
-        return Blueprint(**found)
+            values[name] = {key: tuple(value) for key, value in values[name].items()}
+        return Blueprint(**values)
 
 
 class Rotary(nn.Module):

@@ -113,10 +113,10 @@ class Engine:
         self.model: Any
         self.tokenizer: Any
         with _memory_errors():
-            found = load_recorded(Path(str(model)), device, dtype) if bare else None
-            if isinstance(model, str | Path) and found is None:
+            recorded = load_recorded(Path(str(model)), device, dtype) if bare else None
+            if isinstance(model, str | Path) and recorded is None:
                 tokenizer = tokenizer or _tokenizer_of(model)
-            self.model, self.tokenizer = found or (_on_device(model, device, dtype), tokenizer)
+            self.model, self.tokenizer = recorded or (_on_device(model, device, dtype), tokenizer)
             if isinstance(draft, str | Path):
                 self._check_tokenizer(draft)
             draft_model = None if draft is None else _on_device(draft, str(self.model.device), dtype)
@@ -125,7 +125,7 @@ class Engine:
         self.note: str | None = None
         with _memory_errors():
             self.backend = self._backend(self.model, draft_model, deterministic_batch, keep_dense)
-        if bare and found is None and isinstance(self.backend, DecoderBackend):
+        if bare and recorded is None and isinstance(self.backend, DecoderBackend):
             record_decoder(
                 Path(str(model)), dtype, self.model, self.backend.decoder, self.tokenizer, self._end_tokens()
             )

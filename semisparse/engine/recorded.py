@@ -33,15 +33,15 @@ def load_recorded(path: Path, device: str, dtype: torch.dtype | None) -> tuple[B
     target = pick_device(device)
     if target.type == "cuda" and target.index is None:  # threads that load would each take their own current GPU
         target = torch.device("cuda", torch.cuda.current_device())
-    found = recorded(path, target, dtype)
-    if found is None:
+    blueprint = recorded(path, target, dtype)
+    if blueprint is None:
         return None
     directory = open_directory(path)
-    if not fits(found, directory):
+    if not fits(blueprint, directory):
         return None
     with ThreadPoolExecutor(1) as pool:
-        tokenizer = pool.submit(RecordedTokenizer, found.tokenizer, path)
-        return load_bare(directory, found, target), tokenizer.result()
+        tokenizer = pool.submit(RecordedTokenizer, blueprint.tokenizer, path)
+        return load_bare(directory, blueprint, target), tokenizer.result()
 
 
 def record_decoder(
@@ -63,6 +63,6 @@ def record_decoder(
         ends: tokens that end a text.
     """
     form = recorded_form(tokenizer, path) if (path / "tokenizer.json").exists() else None
-    found = None if form is None else blueprint_of(model, decoder.structure, form, ends)
-    if found is not None and fits(found, open_directory(path)):
-        record(path, dtype, found, decoder.device)
+    blueprint = None if form is None else blueprint_of(model, decoder.structure, form, ends)
+    if blueprint is not None and fits(blueprint, open_directory(path)):
+        record(path, dtype, blueprint, decoder.device)

@@ -80,10 +80,10 @@ def recorded_form(tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
     texts = (*PROBES, *(f"a{token} {token}b" for token in tokenizer.all_special_tokens))
     single = [[token] for token in range(min(len(tokenizer), DECODED_TOKENS))]
     for special in (True, False):
-        found = [list(tokenizer(text, add_special_tokens=special).input_ids) for text in texts]
-        if found != [own(text, add_special_tokens=special).input_ids for text in texts]:
+        sequences = [list(tokenizer(text, add_special_tokens=special).input_ids) for text in texts]
+        if sequences != [own(text, add_special_tokens=special).input_ids for text in texts]:
             return None
-        for tokens in (*found, *single):
+        for tokens in (*sequences, *single):
             if tokenizer.decode(tokens, skip_special_tokens=special) != own.decode(tokens, special):
                 return None
     return recorded

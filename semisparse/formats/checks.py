@@ -108,5 +108,5 @@ def share_violation(packed: Packed, kept: Tensor, unit: int = 1) -> str | None:
         allowed = pattern.kept((1, k)) // unit + slack
         bad = (kept > allowed).nonzero()
         return f"row {int(bad[0])} keeps {int(kept[bad[0]])}, {allowed} are allowed" if len(bad) else None
-    allowed, found = pattern.kept((n, k)) // unit + n * slack, int(kept.sum())
-    return f"{found} are kept, {allowed} are allowed" if found > allowed else None
+    allowed, total = pattern.kept((n, k)) // unit + n * slack, int(kept.sum())
+    return f"{total} are kept, {allowed} are allowed" if total > allowed else None

@@ -33,8 +33,8 @@ class Packed:
             return
         devices = {tensor.device for tensor in self.tensors.values()}
         if len(devices) > 1:
-            found = ", ".join(f"{name} on {tensor.device}" for name, tensor in self.tensors.items())
-            raise FormatError(f"a weight's tensors are on several devices ({found}): move all to one")
+            places = ", ".join(f"{name} on {tensor.device}" for name, tensor in self.tensors.items())
+            raise FormatError(f"a weight's tensors are on several devices ({places}): move all to one")
 
     @staticmethod
     def empty(spec: WeightSpec, device: torch.device | str = "meta") -> Packed:

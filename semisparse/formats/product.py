@@ -93,8 +93,8 @@ def _dual(x: Tensor, packed: Packed, bias: Tensor | None, kernel: str) -> Tensor
 
 def _check_operands(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
     if not (isinstance(x, Tensor) and isinstance(packed, Packed) and (bias is None or isinstance(bias, Tensor))):
-        found = ", ".join(type(operand).__name__ for operand in (x, packed, bias))
-        raise InputError(f"the operands are {found}; expected a Tensor, a Packed weight, and a Tensor or None")
+        types = ", ".join(type(operand).__name__ for operand in (x, packed, bias))
+        raise InputError(f"the operands are {types}; expected a Tensor, a Packed weight, and a Tensor or None")
     if x.layout != torch.strided:
         raise InputError(f"x is {x.layout}, expected a strided tensor")
     n, k = packed.spec.shape

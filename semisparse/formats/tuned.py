@@ -103,12 +103,12 @@ def _unreadable(path: Path, line: int, why: str) -> InputError:
 @cache
 def _rows_of(gpu: str) -> Mapping[tuple[str, str, str], list[TunedRow]]:
     """Return a GPU's rows by format, variant and dtype. The user's rows replace shipped rows of equal keys."""
-    found: dict[tuple[object, ...], TunedRow] = {}
+    rows: dict[tuple[object, ...], TunedRow] = {}
     for path in (SHIPPED / table_name(gpu), user_table(gpu)):
         for row in read_table(path) if path.exists() else ():
-            found[(row.format, row.pattern, row.variant, row.dtype, row.n, row.k, row.m, row.kernel)] = row
+            rows[(row.format, row.pattern, row.variant, row.dtype, row.n, row.k, row.m, row.kernel)] = row
     grouped = defaultdict(list)
-    for row in found.values():
+    for row in rows.values():
         grouped[row.format, row.variant, row.dtype].append(row)
     return dict(grouped)
 

@@ -45,14 +45,14 @@ def model_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     renamed = {key: rename_source_key(key, renamings, converters) for key in keys}
     own = model.state_dict() if renamings or converters else {}
     prefix = f"{model.base_model_prefix}."
-    found = {}
+    own_keys = {}
     for key, (name, converter) in renamed.items():
         alike = {name, prefix + name, name.removeprefix(prefix)}
         if not alike & own.keys() and key in own:
-            found[key] = key
+            own_keys[key] = key
         elif converter is None:
-            found[key] = name
-    return found
+            own_keys[key] = name
+    return own_keys
 
 
 def stored_layers(model: PreTrainedModel, layers: Mapping[str, Any]) -> dict[str, str]:
@@ -76,8 +76,8 @@ def _tensor_keys(layers: Mapping[str, Any]) -> list[str]:
 def _layers(renamed: Mapping[str, str], layers: Mapping[str, Any]) -> dict[str, str]:
     names = {}
     for name, layer in layers.items():
-        found = {renamed.get(f"{name}.{tensor}", "").removesuffix(f".{tensor}") for tensor in layer.tensors}
-        if len(found) > 1 or found == {""}:
-            raise CheckpointError(f"transformers renames the tensors of layer {name} to several: {sorted(found)}")
-        names[name] = found.pop()
+        new_names = {renamed.get(f"{name}.{tensor}", "").removesuffix(f".{tensor}") for tensor in layer.tensors}
+        if len(new_names) > 1 or new_names == {""}:
+            raise CheckpointError(f"transformers renames the tensors of layer {name} to several: {sorted(new_names)}")
+        names[name] = new_names.pop()
     return names

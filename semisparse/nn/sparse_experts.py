@@ -243,8 +243,8 @@ def prepare_experts(model: nn.Module, layers: Iterable[str]) -> None:
         model: on the meta device.
         layers: module names of packed layers.
     """
-    found = {match["experts"] for name in layers if (match := EXPERT_LAYER.fullmatch(name))}
-    for name in found:
+    modules = {match["experts"] for name in layers if (match := EXPERT_LAYER.fullmatch(name))}
+    for name in modules:
         module = _submodule(model, name)
         if module is not None and is_fused_experts(module):
             model.set_submodule(name, SparseExperts(module))
@@ -306,6 +306,6 @@ def _computes_the_same(module: nn.Module, experts: SparseExperts) -> bool:
         expected = inspect.unwrap(type(module).forward)(module, *arguments).float()
     except Exception:  # it takes other arguments, so it computes something else
         return False
-    found = experts(*arguments).float()
+    y = experts(*arguments).float()
     bound = TOLERANCES.get(weight.dtype, 2e-2)
-    return found.shape == expected.shape and bool((found - expected).norm() <= bound * expected.norm())
+    return y.shape == expected.shape and bool((y - expected).norm() <= bound * expected.norm())

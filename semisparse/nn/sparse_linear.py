@@ -164,8 +164,8 @@ class SparseLinear(nn.Module):
 
     def _validate(self, state_dict: Mapping[str, Any], prefix: str, assigned: bool) -> None:
         """Check what a state dict has of the layer's tensors, cast as copying them casts; ``assigned`` are not cast."""
-        found = {name: state_dict.get(prefix + name) for name in self._names}
-        given = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        tensors = {name: state_dict.get(prefix + name) for name in self._names}
+        given = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
         present = self.packed.tensors
         fits = all(tensor.shape == present[name].shape for name, tensor in given.items())  # else torch refuses it
         if given and fits and all(tensor.device.type != "meta" for tensor in given.values()):

@@ -20,10 +20,10 @@ def keep_bytecode() -> None:
     Python then compiles 2,700 modules at each start: `generate` took 12.5 CPU seconds there, and takes 4.3 with this
     (results/cpu/start.csv).
     """
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.cached or Path(found.cached).exists():
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.cached or Path(spec.cached).exists():
         return
-    if not sys.dont_write_bytecode and _can_write(Path(found.cached).parent):
+    if not sys.dont_write_bytecode and _can_write(Path(spec.cached).parent):
         return
     folder = cache_directory() / FOLDER
     if distrust(cache_directory()) or distrust(folder):

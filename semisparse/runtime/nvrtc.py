@@ -89,8 +89,8 @@ def compile_cubin(path: Path, arch: str, defines: Defines | None = None) -> Cubi
 
 
 def _key(path: Path, arch: str, defines: Defines) -> bytes:
-    found = ["nvrtc", _compiler_version(), STANDARD, arch, defines, _digest_of_texts(path)]
-    return json.dumps(found, sort_keys=True).encode()
+    parts = ["nvrtc", _compiler_version(), STANDARD, arch, defines, _digest_of_texts(path)]
+    return json.dumps(parts, sort_keys=True).encode()
 
 
 @cache

@@ -136,17 +136,17 @@ def _prune_ways(
         with torch._C.DisableTorchFunction():
             if normalised is not None and own_orders and pattern != first:
                 problem = normalised.ordered(pattern, recipe, rows, keep=True)
-            found: list[tuple[Tensor, GroupScales | None]]
+            results: list[tuple[Tensor, GroupScales | None]]
             if problem is not None:
-                found, outcome = _sparsegpt(problem, pattern, recipes, dtype, rows), problem.factor.outcome
+                results, outcome = _sparsegpt(problem, pattern, recipes, dtype, rows), problem.factor.outcome
             elif recipe.prune == "magnitude":
-                found, outcome = [(magnitude(weight, pattern), None)] * len(recipes), "magnitude"
+                results, outcome = [(magnitude(weight, pattern), None)] * len(recipes), "magnitude"
             else:
-                found = [(wanda(weight, pattern, statistics.hessian), None)] * len(recipes)
+                results = [(wanda(weight, pattern, statistics.hessian), None)] * len(recipes)
                 outcome = "wanda" if recipe.prune == "wanda" else "wanda (hessian singular)"
             outcome += f", {statistics.note}" if statistics.note else ""
             layers = []
-            for each, (pruned, scales) in zip(recipes, found, strict=True):
+            for each, (pruned, scales) in zip(recipes, results, strict=True):
                 if each.code_bits:
                     scales = scales or scales_for(pruned, pattern, each.code_bits, dtype)
                     pruned = scales.rounded(pruned).float()

@@ -62,10 +62,10 @@ class Normalised:
             order = order_by_loss(loss, pattern, windows=recipe.order == "windows")
         if (order.diff() != 1).any():
             hessian, goal = hessian[order][:, order], goal[:, order]
-            found = factorise(hessian, recipe.damping)
-            if found is None:
+            reordered = factorise(hessian, recipe.damping)
+            if reordered is None:
                 return None
-            factor = found
+            factor = reordered
         elif keep:
             hessian = hessian.clone()
         hessian.diagonal().add_(factor.damping)

@@ -195,16 +195,16 @@ class ColumnQuantiser:
         """Compute the scales of the group that begins at a column; return scale, zero point and last code, [N] each."""
         group = slice(column, column + self._size)
         unscaled = (weight[:, group] / self._units[group]).masked_fill(~kept[:, group], 0)
-        found = []
+        scales = []
         for bits, block in zip(self._bits, unscaled.chunk(len(self._bits)), strict=True):
             if self._importance is None:
-                found.append(scales_of(block, bits, self._size, self._dtype))
+                scales.append(scales_of(block, bits, self._size, self._dtype))
             else:
-                found.append(fit_scales(block, self._importance[group], bits, self._size, self._dtype))
-        self._groups.append(found)
-        scale = torch.cat([each.scale[:, 0].float() for each in found])
-        zero = torch.cat([each.zero[:, 0].float() * 2.0 ** (each.bits - 8) for each in found])
-        last = torch.cat([torch.full_like(each.zero[:, 0], 2**each.bits - 1, dtype=torch.float32) for each in found])
+                scales.append(fit_scales(block, self._importance[group], bits, self._size, self._dtype))
+        self._groups.append(scales)
+        scale = torch.cat([each.scale[:, 0].float() for each in scales])
+        zero = torch.cat([each.zero[:, 0].float() * 2.0 ** (each.bits - 8) for each in scales])
+        last = torch.cat([torch.full_like(each.zero[:, 0], 2**each.bits - 1, dtype=torch.float32) for each in scales])
         return scale, zero, last
 
     def _fitted_by_kernel(

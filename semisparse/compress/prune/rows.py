@@ -38,8 +38,8 @@ class Rows:
         """Return ``work(*tensors)`` of [rows, K] tensors, a piece at a time; of no rows, the first tensor."""
         if self.lengths is None:
             return work(*tensors)
-        found = [work(*parts) for parts in self._pieces(tensors)]
-        return torch.cat(found) if found else tensors[0]
+        pieces = [work(*parts) for parts in self._pieces(tensors)]
+        return torch.cat(pieces) if pieces else tensors[0]
 
     def total(self, work: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Return the sum of ``work(*tensors)`` over the pieces of all processes."""

@@ -110,14 +110,14 @@ def submodules_of(inputs: Iterable[SharedInput | RoutedLayers]) -> list[Submodul
     Where none but the last adds to a stream that can be read, as in layers that run attention and MLP side by side, all
     are one submodule.
     """
-    found, linears = list[Submodule](), list[str]()
+    submodules, linears = list[Submodule](), list[str]()
     for shared in inputs:
         linears += shared.linears
         if isinstance(shared, SharedInput) and len(shared.linears) == 1 and shared.residuals:
-            found.append(Submodule(tuple(linears), shared.residuals[shared.linears[0]]))
+            submodules.append(Submodule(tuple(linears), shared.residuals[shared.linears[0]]))
             linears = []
-    rest = linears or found.pop().linears
-    return [*found, Submodule(tuple(rest), None)]
+    rest = linears or submodules.pop().linears
+    return [*submodules, Submodule(tuple(rest), None)]
 
 
 def tune_submodules(
@@ -151,7 +151,7 @@ def tune_submodules(
     Returns:
         The sums of the submodules' results, and the new scales and zero points.
     """
-    results, found = list[TuningResult](), dict[str, GroupScales | None]()
+    results, tuned_scales = list[TuningResult](), dict[str, GroupScales | None]()
     for number, submodule in enumerate(submodules):
         targets = new_states()
         with torch.no_grad():
@@ -168,7 +168,7 @@ def tune_submodules(
         own = {name: scales[name] for name in submodule.linears}
         result, new = _train_linears(layer, own, loss, targets, rate, epochs, seed, step)
         results.append(result)
-        found |= new
+        tuned_scales |= new
     peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
     total = TuningResult(
         sum(result.before for result in results),
@@ -178,7 +178,7 @@ def tune_submodules(
         sum(result.seconds for result in results),
         max(peaks, default=None),
     )
-    return total, {name: found[name] for name in scales}
+    return total, {name: tuned_scales[name] for name in scales}
 
 
 def _relative_error(output: Tensor, target: Tensor) -> Tensor:

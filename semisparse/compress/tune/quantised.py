@@ -93,8 +93,8 @@ class _FakeQuantised(nn.Module):
         from semisparse.compress.tune.quantised_triton import FakeQuantise, Groups
 
         groups = Groups(self._scale, self._zero, self._groups, self._bits, self._size)
-        found: Tensor = FakeQuantise.apply(rows, scale, zero, groups)
-        return found
+        quantised: Tensor = FakeQuantise.apply(rows, scale, zero, groups)
+        return quantised
 
 
 def has_tuning_kernel(weight: Tensor) -> bool:

@@ -46,13 +46,13 @@ def rounded_layers(model: PreTrainedModel) -> dict[str, StoredLayer]:
     Args:
         model: on a CPU, its layers packed.
     """
-    found = {}
+    layers = {}
     for name, layer in model.named_modules():
         if isinstance(layer, SparseLinear):
             codes = layer.read_codes()
             if codes is not None:
-                found[name] = _by_row(codes) if codes.zero is None else _by_group(codes, codes.zero)
-    return found
+                layers[name] = _by_row(codes) if codes.zero is None else _by_group(codes, codes.zero)
+    return layers
 
 
 def _by_row(codes: Codes) -> StoredLayer:

@@ -140,8 +140,10 @@ def _bits_and_size(
 def _arguments(block: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     """Return each config group's entry ``key``: ``weights`` or ``input_activations``; {} where it has none."""
     groups = block.get("config_groups")
-    found = [group.get(key) for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    return [arguments if isinstance(arguments, dict) else {} for arguments in found]
+    entries = (
+        [group.get(key) for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    )
+    return [arguments if isinstance(arguments, dict) else {} for arguments in entries]
 
 
 def _declared_bits(block: Mapping[str, Any]) -> int:

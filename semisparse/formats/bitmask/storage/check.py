@@ -119,8 +119,8 @@ def _check_row_starts(packed: Packed, lengths: Tensor) -> None:
     starts = packed.tensors["row_starts"]
     kept = int(packed.params["kept"])
     if starts[0] != 0 or starts[-1] != kept:
-        found = f"{int(starts[0])} to {int(starts[-1])}"
-        raise FormatError(f"tensor row_starts runs from {found}, expected 0 to {kept}, the number of values")
+        ends = f"{int(starts[0])} to {int(starts[-1])}"
+        raise FormatError(f"tensor row_starts runs from {ends}, expected 0 to {kept}, the number of values")
     refuse_first(starts.diff() != lengths, "row_starts", "a row's length does not agree with the bits of its masks")
 
 

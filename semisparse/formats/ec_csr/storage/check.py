@@ -53,8 +53,8 @@ def violation(packed: Packed) -> str | None:
     """
     allowed = packed.pattern.kept(packed.shape) + packed.shape[0]  # as `Pattern.violation`: pruners round per row
     stored = packed.tensors.get("values")
-    found = int((tiles.unpack(packed) if stored is None else stored).count_nonzero())
-    return f"{found} weights are kept, {allowed} are allowed" if found > allowed else None
+    kept = int((tiles.unpack(packed) if stored is None else stored).count_nonzero())
+    return f"{kept} weights are kept, {allowed} are allowed" if kept > allowed else None
 
 
 def _check_panels(packed: Packed) -> None:

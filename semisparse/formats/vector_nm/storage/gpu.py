@@ -60,11 +60,11 @@ def specs(spec: WeightSpec) -> tuple[TensorSpec, ...]:
 
 def counts(spec: WeightSpec) -> Mapping[str, int]:
     """Return the named dimensions of these tensors."""
-    found = disk.counts(spec)
+    sizes = disk.counts(spec)
     if layout_of(spec) == VECTORS:
-        return found
+        return sizes
     return {
-        **found,
+        **sizes,
         "row_tiles": -(-spec.shape[0] // SPARSE_TILE_N),
         "blocks": int(spec.params["blocks"]),
         "block_columns": 4 * BLOCK_QUADS,
@@ -203,12 +203,12 @@ def _slots_and_metadata(columns: Tensor, row_tile: Tensor, slot_of: Tensor) -> t
         metadata: [blocks, slices] int64, 32 bits: two bits for each slot, its position in the quad, the lower first.
     """
     index = torch.arange(SLICES, device=columns.device)[:, None]
-    found = slot_of[row_tile[:, None, None], index, columns[:, None]].unflatten(2, (BLOCK_QUADS, 4))
-    kept = found >= 0
+    slots_of_columns = slot_of[row_tile[:, None, None], index, columns[:, None]].unflatten(2, (BLOCK_QUADS, 4))
+    kept = slots_of_columns >= 0
     count = kept.sum(-1)
     first, last = kept.int().argmax(-1), 3 - kept.flip(-1).int().argmax(-1)
     # If a slice keeps fewer than two columns of a quad, the empty slots take the lowest free positions.
     lower = torch.where(count == 2, first, 0)
     upper = torch.where((count == 2) | ((count == 1) & (last > 0)), last, 1)
-    slots = found.gather(-1, torch.stack([lower, upper], -1)).flatten(2)
+    slots = slots_of_columns.gather(-1, torch.stack([lower, upper], -1)).flatten(2)
     return slots, ((lower | upper << 2) << 4 * torch.arange(BLOCK_QUADS, device=columns.device)).sum(-1)
