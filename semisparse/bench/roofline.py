@@ -109,10 +109,12 @@ def candidate_named(form: str, pattern: str | None = None, options: Mapping[str,
         raise InputError(f"format {form} {reason}")
     if not options:
         return matching[0]
-    chosen = replace(matching[0], options={**matching[0].options, **options})
-    small = random_weight(parse_pattern(chosen.pattern), *SMALL, torch.bfloat16, "cpu")
-    get_format(form).pack(small, chosen.pattern, **chosen.options)  # refuses an unknown option before anything is timed
-    return chosen
+    candidate = replace(matching[0], options={**matching[0].options, **options})
+    small = random_weight(parse_pattern(candidate.pattern), *SMALL, torch.bfloat16, "cpu")
+    get_format(form).pack(
+        small, candidate.pattern, **candidate.options
+    )  # refuses an unknown option before anything is timed
+    return candidate
 
 
 def _recipe_patterns(form: Format) -> list[str]:

@@ -172,10 +172,10 @@ def _linears(config: PretrainedConfig) -> tuple[list[_Linear], int]:
             linears += [_Linear(f"{name}.{part}", n, k, count) for part, (count, n, k) in expert_shapes(module).items()]
         elif is_linear(module) and module is not head:
             linears.append(_Linear(name, *weight_of(module).shape))
-    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None)
-    if chosen is None and any(layer.experts > 1 for layer in linears):
+    experts_per_token = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    if experts_per_token is None and any(layer.experts > 1 for layer in linears):
         raise InputError(f"config.json of {type(model).__name__} does not say num_experts_per_tok: plan needs it")
-    return linears, chosen or 1
+    return linears, experts_per_token or 1
 
 
 def _grouped(linears: list[_Linear], chosen: int, fused: bool) -> list[LayerShape]:

@@ -77,8 +77,8 @@ def calibration_batches(
         raise InputError(f"calibration needs at least 1 sample, got {samples}")
     chunks = token_chunks(tokenizer, text, seqlen)
     drawn = random.Random(seed).sample(chunks, min(samples or len(chunks), len(chunks)))
-    chosen = drawn if samples else drawn[: _default_samples(drawn, tokens)]
-    return _batches(chosen, BATCH_TOKENS[device])
+    sequences = drawn if samples else drawn[: _default_samples(drawn, tokens)]
+    return _batches(sequences, BATCH_TOKENS[device])
 
 
 def warn_if_fewer(batches: Sequence[Tensor], samples: int | None) -> None:

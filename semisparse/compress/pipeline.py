@@ -101,8 +101,8 @@ def compress_decoder_layers(
         PatternError: `recipe.prune` is ``none`` and a weight does not obey its pattern.
     """
     ranks, device, choices = ranks or Ranks(), torch.device(device), choices or {}
-    chosen = {name: parse_pattern(choice.pattern) for name, choice in choices.items()}
-    layers = list_decoder_layers(model, recipe, {**chosen, **(patterns or {})})
+    choice_patterns = {name: parse_pattern(choice.pattern) for name, choice in choices.items()}
+    layers = list_decoder_layers(model, recipe, {**choice_patterns, **(patterns or {})})
     store = OnFirstRank(store or InPlace(), ranks)
     alone = _compressed_alone(recipe, batches, pruned, device)
     if alone:

@@ -119,12 +119,12 @@ def list_decoder_layers(model: nn.Module, recipe: Recipe, patterns: Mapping[str,
         prefix = f"{list_name}.{index}"
         _refuse_fused_weights(module, prefix, recipe)
         names = {name: f"{prefix}.{name}" for name in linear_layers(module)}
-        chosen = {
+        own_patterns = {
             name: patterns.get(full, default)
             for name, full in names.items()
             if reason_to_stay_dense(model, full, recipe) is None
         }
-        layers.append(DecoderLayer(prefix, module, chosen))
+        layers.append(DecoderLayer(prefix, module, own_patterns))
     if not any(layer.patterns for layer in layers):
         raise InputError(f"{type(model).__name__} has no linear layer to prune in {list_name}, or all are ignored")
     return layers

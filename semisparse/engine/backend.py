@@ -199,8 +199,8 @@ class DecoderBackend(Backend):
         if sampling.greedy:
             greedy_step(logits, state.tokens, state.positions, state.output, state.steps)
         else:
-            chosen = choose(logits, sampling, self._generator)
-            move_on(chosen, state.tokens, state.positions, state.output, state.steps)
+            tokens = choose(logits, sampling, self._generator)
+            move_on(tokens, state.tokens, state.positions, state.output, state.steps)
 
     def _step(self, state: State, sampling: Sampling) -> None:
         logits = self.decoder.step(state.tokens[:, None], state.positions, state.cache)

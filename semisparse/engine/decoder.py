@@ -155,13 +155,13 @@ class Decoder:
                 f"keep_dense is {', '.join(unmatched)}, which matches no packed layer; an example of a name is "
                 f"{names[id(self.layers[0].layer.down)]}"
             )
-        chosen = [
-            part
+        projections = [
+            projection
             for layer in self.layers
-            for part, modules in layer.modules_of_projections
+            for projection, modules in layer.modules_of_projections
             if all(any(fnmatchcase(names[id(module)], pattern) for pattern in patterns) for module in modules)
         ]
-        copied = [layer for part in chosen for layer in part.copyable.values()]
+        copied = [layer for projection in projections for layer in projection.copyable.values()]
         if not copied:
             raise InputError(
                 f"keep_dense is {', '.join(patterns)}, which matches some of the layers on one input only: name all of "
@@ -174,8 +174,8 @@ class Decoder:
                 f"dense copies of {len(copied)} layers take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of GPU memory "
                 "are free: name fewer layers in keep_dense"
             )
-        for part in chosen:
-            part.keep_dense(self.dtype)
+        for projection in projections:
+            projection.keep_dense(self.dtype)
         return needed
 
     def compile(self, sequences: int, widths: Iterable[int], prompts: Sequence[int]) -> None:
