@@ -127,18 +127,7 @@ def compress(
     where = checkpoint.pick_device(device)
     machine = machine_of(plan) or machine_here(where)  # before any work: refuses an unknown machine
     ranks, offload = all_ranks(where), None if offload is None else Path(offload)
-    if isinstance(model, str | Path):
-        require_directory(Path(model))
-    else:
-        require_suitable(model)
-    if calibration is None and plan.needs_calibration:
-        raise InputError(NEEDS_CALIBRATION)
-    if out is None and ranks.count > 1:
-        raise InputError("with several ranks, out is required: only the first rank has the compressed model")
-    if out is not None and not resume:
-        checkpoint.refuse_existing(Path(out).absolute())
-    if offload is not None and not offload.is_dir():
-        raise InputError(f"--offload {offload} is no directory; make it, or name one on a disk with room")
+    _check_request(model, calibration, out, plan, offload, resume, ranks)
     stored: dict[str, Rounded] = {}
     if isinstance(model, PreTrainedModel):
         dense, source = model, None
@@ -201,6 +190,34 @@ def compress(
             return report_of(marked, time.perf_counter() - start, tuning, machine)
 
         return ranks.first(finish)
+
+
+def _check_request(
+    model: str | Path | PreTrainedModel,
+    calibration: Text | None,
+    out: str | Path | None,
+    plan: Recipe,
+    offload: Path | None,
+    resume: bool,
+    ranks: Ranks,
+) -> None:
+    """Refuse what cannot be compressed, before the model is loaded.
+
+    Raises:
+        InputError: says what is missing or in the way.
+    """
+    if isinstance(model, str | Path):
+        require_directory(Path(model))
+    else:
+        require_suitable(model)
+    if calibration is None and plan.needs_calibration:
+        raise InputError(NEEDS_CALIBRATION)
+    if out is None and ranks.count > 1:
+        raise InputError("with several ranks, out is required: only the first rank has the compressed model")
+    if out is not None and not resume:
+        checkpoint.refuse_existing(Path(out).absolute())
+    if offload is not None and not offload.is_dir():
+        raise InputError(f"--offload {offload} is no directory; make it, or name one on a disk with room")
 
 
 def _calibration_batches(
