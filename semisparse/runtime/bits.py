@@ -1,4 +1,4 @@
-"""Counts the set bits of masks. Its speed matters when a checkpoint is loaded, because every mask is checked."""
+"""The bits of 64-bit masks. Counting them must be fast: every mask is checked when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ def bit_counts(masks: Tensor) -> Tensor:
     octets = octets - (octets >> 1 & 0x55)
     octets = (octets & 0x33) + (octets >> 2 & 0x33)
     return ((octets + (octets >> 4)) & 0x0F).sum(-1)
+
+
+def bits_of(masks: Tensor) -> Tensor:
+    """Return the bits of int64 masks, the lowest first, [..., 64] bool."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
+    return (octets.unsqueeze(-1) >> shifts & 1).bool().flatten(-2)

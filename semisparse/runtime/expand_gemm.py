@@ -16,6 +16,7 @@ from semisparse.runtime.device import device_facts
 from semisparse.runtime.gemm_schedule import PERMUTE_WARPS, Launch, Schedule, Tiles, launch_of
 from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, LoadedKernel
 from semisparse.runtime.nvrtc import HEADERS
+from semisparse.runtime.operands import bias_as
 
 MAX_EARLY_TOKENS = 64
 """Maximum M of a GEMM that may start, and read its weight, while the kernel before the one that permutes x still runs,
@@ -137,7 +138,7 @@ class Matmul:
         # pdl: it starts beside the kernel that permutes x, and waits before it uses the permuted x and the counters.
         self._gemm(
             (x.launch.ctas, 1, 1), self.permutation.schedule.threads, pdl=True,
-            x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
+            x=permuted, **operands, bias=bias_as(bias, x.dtype), y=y,
             partials=partials, counters=counters,
             m=x.m, n=self._n, row_tiles=weight.row_tiles, column_tiles=weight.column_tiles,
         )  # fmt: skip

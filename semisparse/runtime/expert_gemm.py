@@ -12,6 +12,7 @@ from semisparse.runtime.experts import Routing
 from semisparse.runtime.gemm_schedule import COLUMNS, ROWS, Schedule, Shape, Tiles, fit, tile_m_of
 from semisparse.runtime.kernel import Argument, CudaSource, KernelBuild, offsets_in_workspace
 from semisparse.runtime.nvrtc import HEADERS, Defines
+from semisparse.runtime.operands import bias_as
 
 EXPERT_SPREAD = 2.5
 """A job has room for p + `EXPERT_SPREAD` * sqrt(p) pairs, where p is the average number of pairs per expert."""
@@ -87,7 +88,7 @@ def prepare_experts(
         )  # fmt: skip
         gemm(
             (ctas, 1, 1), schedule.threads, pdl=True,
-            x=permuted, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y,
+            x=permuted, **operands, bias=bias_as(bias, x.dtype), y=y,
             partials=partials, counters=counter,
             job_count=jobs.count, job_experts=jobs.experts, job_pairs=jobs.pairs,
             n=n, row_tiles=weight.row_tiles, column_tiles=column_tiles,

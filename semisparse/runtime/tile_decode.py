@@ -16,6 +16,7 @@ from semisparse.runtime.device import RESERVED_SHARED, DeviceFacts
 from semisparse.runtime.gemm_schedule import COLUMNS, ROWS, SCALARS
 from semisparse.runtime.kernel import Argument, LoadedKernel
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import bias_as
 
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 """The macros of fusion.cuh without a prologue and an epilogue."""
@@ -155,7 +156,7 @@ def prepare(
         y = x.new_empty(m, width)
         kernel(
             grid, threads, pdl=pdl,
-            x=x, **operands, bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y, **fusion,
+            x=x, **operands, bias=bias_as(bias, x.dtype), y=y, **fusion,
             m=m, n=n, k=k, row_tiles=row_tiles, column_tiles=column_tiles,
             x_aligned=rows_align and x.data_ptr() % 16 == 0,
         )  # fmt: skip

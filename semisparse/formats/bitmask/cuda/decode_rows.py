@@ -18,13 +18,14 @@ from pathlib import Path
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.bitmask.cuda.operands import SCALARS, bias_for
+from semisparse.formats.bitmask.cuda.operands import SCALARS
 from semisparse.formats.bitmask.storage.codes import code_bits
 from semisparse.formats.bitmask.storage.disk import BLOCK, values_per_block
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import bias_as
 
 MAX_TOKENS = 16
 
@@ -65,7 +66,7 @@ def prepare(problem: Problem) -> Product:
         kernel(
             grid, threads,
             x=x, masks=stored["masks"], values=stored["values"], row_starts=stored.get("row_starts"),
-            bias=bias_for(x, bias), y=y, m=m, n=n, k=k, blocks=blocks, count=count,
+            bias=bias_as(bias, x.dtype), y=y, m=m, n=n, k=k, blocks=blocks, count=count,
         )  # fmt: skip
         return y
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from semisparse.formats.base import Packed
-from semisparse.formats.bitmask.cuda import operands
 from semisparse.formats.bitmask.cuda.decode import SOURCE
 from semisparse.formats.bitmask.cuda.gemm import GEMM, gemm_defines
 from semisparse.formats.bitmask.cuda.schedule import choose_experts, fuses_silu, gemm_tiles
@@ -23,6 +22,7 @@ from semisparse.runtime.expert_gemm import experts_schedule
 from semisparse.runtime.experts import MAX_EXPERTS, Routing
 from semisparse.runtime.gemm_schedule import Schedule, Shape
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
+from semisparse.runtime.operands import bias_as
 from semisparse.runtime.tile_decode import UNFUSED, TileSchedule
 
 GEMM_SHAPES: Mapping[int, Shape] = {
@@ -81,7 +81,7 @@ def prepare_decode(problem: ExpertsProblem, weight: Tiling, schedule: TileSchedu
         y = x.new_empty(routing.pairs, width)
         kernel(
             (schedule.ctas, problem.experts if by_expert else routing.pairs, 1), 32 * schedule.warps, pdl=pdl,
-            x=x, tiles=packed.tensors["tiles"], bias=operands.bias_for(x, bias), y=y, chosen=routing.chosen,
+            x=x, tiles=packed.tensors["tiles"], bias=bias_as(bias, x.dtype), y=y, chosen=routing.chosen,
             pairs=routing.pairs, pairs_per_x=routing.pairs // x.shape[0], experts=problem.experts,
             n=n, k=k, row_tiles=weight.row_tiles, column_tiles=weight.column_tiles,
             x_aligned=k % 8 == 0 and x.data_ptr() % 16 == 0, complete=routing.complete,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.formats.kernel import Problem
@@ -20,8 +19,3 @@ def refusal(problem: Problem) -> str | None:
     if problem.dtype != problem.spec.dtype:
         return f"x and w must have one dtype, got {problem.dtype} and {problem.spec.dtype}"
     return cuda_refusal(problem.device)
-
-
-def bias_for(x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Return the bias in x's dtype, contiguous."""
-    return None if bias is None else bias.to(x.dtype).contiguous()

@@ -9,10 +9,10 @@ from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, refuse_first, refuse_infinite, share_violation
 from semisparse.formats.bitmask.storage import gpu, gpu_bytes, gpu_nibbles
 from semisparse.formats.bitmask.storage.codes import code_bits, entries_of, middle_code, unusable
-from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, values_per_block
+from semisparse.formats.bitmask.storage.disk import BLOCK, values_per_block
 from semisparse.formats.bitmask.storage.layouts import layout_of
 from semisparse.patterns import NM, VectorNM
-from semisparse.runtime.bits import bit_counts
+from semisparse.runtime.bits import bit_counts, bits_of
 
 
 def check_content(packed: Packed) -> None:

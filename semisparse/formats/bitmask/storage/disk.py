@@ -21,6 +21,7 @@ from semisparse.formats.bitmask.storage.codes import (
 from semisparse.patterns import NM, Pattern, VectorNM
 from semisparse.patterns.base import blocks_along
 from semisparse.quant.group import GroupScales
+from semisparse.runtime.bits import bits_of
 
 BLOCK = 64
 """Columns per mask."""
@@ -148,10 +149,3 @@ def masks_of(stored: Tensor) -> Tensor:
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=stored.device)
     octets = (stored.unflatten(-1, (8, 8)) * weights).sum(-1, dtype=torch.uint8)
     return octets.view(torch.int64).squeeze(-1)
-
-
-def bits_of(masks: Tensor) -> Tensor:
-    """Unpack masks [N, blocks] into bits, [N, blocks, 64] bool."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
-    octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
-    return (octets.unsqueeze(-1) >> shifts & 1).bool().flatten(-2)

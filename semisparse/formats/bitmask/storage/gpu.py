@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from semisparse.formats.base import Packed, TensorSpec, WeightSpec
 from semisparse.formats.bitmask.storage import gpu_bytes, gpu_nibbles
 from semisparse.formats.bitmask.storage.codes import code_bits
-from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, masks_of, values_per_block
+from semisparse.formats.bitmask.storage.disk import BLOCK, masks_of, values_per_block
 from semisparse.formats.bitmask.storage.lanes import COLUMNS, LANES, ROWS, by_lane, by_row, pad_to_tiles
+from semisparse.runtime.bits import bits_of
 
 SPECS = (TensorSpec("tiles", torch.int32, ("row_tiles", "column_tiles", "words")),)
 

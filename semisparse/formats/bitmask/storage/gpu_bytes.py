@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.storage.codes import middle_code, unpack_codes
-from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, masks_of
+from semisparse.formats.bitmask.storage.disk import BLOCK, masks_of
 from semisparse.formats.bitmask.storage.lanes import LANES, by_lane, by_row, pad_to_tiles, padded_scale, scale_words
+from semisparse.runtime.bits import bits_of
 
 BITS = 8
 

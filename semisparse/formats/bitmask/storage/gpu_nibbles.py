@@ -11,8 +11,9 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.bitmask.storage.codes import middle_code, pack_codes, unpack_codes
-from semisparse.formats.bitmask.storage.disk import BLOCK, bits_of, lowest_dead, masks_of
+from semisparse.formats.bitmask.storage.disk import BLOCK, lowest_dead, masks_of
 from semisparse.formats.bitmask.storage.lanes import LANES, by_lane, by_row, pad_to_tiles, padded_scale, scale_words
+from semisparse.runtime.bits import bits_of
 
 BITS = 4
 

@@ -12,6 +12,7 @@ from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import aligned, bias_as
 
 SCALARS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
@@ -109,8 +110,8 @@ def _prepared(problem: Problem) -> FusedProduct:
     width = n // 2 if problem.epilogue == "silu_mul" else n
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
-        x, w = _aligned(x), _aligned(packed.tensors["values"])
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        x, w = aligned(x), aligned(packed.tensors["values"])
+        bias = bias_as(bias, x.dtype)
         y = x.new_empty(x.shape[0], width)
         kernel(
             (ctas, 1, 1), 32 * WARPS, pdl=facts.has_pdl, x=x, w=w, bias=bias, norm_weight=fused.norm_weight,
@@ -119,9 +120,3 @@ def _prepared(problem: Problem) -> FusedProduct:
         return y
 
     return decode
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if it is not contiguous or begins at no multiple of 16 bytes, as a view may."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -16,6 +16,7 @@ from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import bias_as
 
 MAX_TOKENS = 16
 
@@ -107,7 +108,7 @@ def _prepared(problem: Problem) -> FusedProduct:
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
         m = x.shape[0]
-        x, y, bias = x.contiguous(), x.new_empty(m, width), None if bias is None else bias.to(x.dtype).contiguous()
+        x, y, bias = x.contiguous(), x.new_empty(m, width), bias_as(bias, x.dtype)
         x = x.clone() if problem.is_fused and x.data_ptr() % 16 else x
         kernel(
             (panels, -(-m // schedule.tokens), 1), LANES * SEGMENTS, pdl=facts.has_pdl,

@@ -22,6 +22,7 @@ from semisparse.formats.ec_csr.storage.panels import lists_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.operands import bias_as
 
 REDUCE_THREADS = 256
 
@@ -79,7 +80,7 @@ def prepare(problem: Problem) -> Product:
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         m = x.shape[0]
-        x, y, bias = x.contiguous(), x.new_empty(m, n), None if bias is None else bias.to(x.dtype).contiguous()
+        x, y, bias = x.contiguous(), x.new_empty(m, n), bias_as(bias, x.dtype)
         parts = torch.empty(schedule.splits, m, n, dtype=torch.float32, device=x.device)
         sizes = {"m": m, "n": n, "k": k, "stride": schedule.stride}
         kernel(grid, LANES * MMA_WARPS, pdl=facts.has_pdl, x=x, **lists_of(packed), parts=parts, **sizes)

@@ -14,6 +14,7 @@ from semisparse.formats.ec_csr.storage.deltas import LANES, PAPER, delta_bits_of
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import bias_as
 
 MAX_TOKENS = 16
 """Maximum M."""
@@ -94,7 +95,7 @@ def prepare(problem: Problem) -> Product:
             operands: dict[str, Tensor | int] = {"x": x.contiguous(), **stored, "partial": partial}
             operands |= {"bundle_count": bundles, "slot_count": slots, "m": m, "k": k}
             kernel(grid, LANES * WARPS, pdl=False, **operands)
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        bias = bias_as(bias, x.dtype)
         grid = (-(-n // REDUCE_THREADS), m, 1)
         reduce(grid, REDUCE_THREADS, partial=partial, row_slots=row_slots, bias=bias, y=y, m=m, n=n, slot_count=slots)
         return y

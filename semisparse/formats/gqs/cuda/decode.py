@@ -9,7 +9,6 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
-from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS, GROUP_SIZE, MAX_TOKENS, Schedule, choose, choose_fused
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
@@ -17,6 +16,7 @@ from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct
 from semisparse.quant.group import KINDS
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
+from semisparse.runtime.operands import aligned, bias_as
 
 BITS = (4, 8)
 """Bits per code that `decode.cu` supports."""
@@ -108,7 +108,7 @@ def _prepared(problem: Problem, schedule: Schedule) -> FusedProduct:
             pdl=facts.has_pdl,
             x=x,
             **{name: aligned(packed.tensors[name]) for name in TENSORS},
-            bias=None if bias is None else bias.to(dtype).contiguous(),
+            bias=bias_as(bias, dtype),
             norm_weight=fused.norm_weight,
             residual=fused.residual,
             y=y,

@@ -10,7 +10,6 @@ from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda.decode import SOURCE
 from semisparse.formats.gqs.cuda.gemm_wgmma import SOURCE as GEMM
 from semisparse.formats.gqs.cuda.gemm_wgmma import gemm_defines
-from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS, EXPERT_PAIRS, GROUP_SIZE, Schedule, choose_experts
 from semisparse.formats.gqs.cuda.wgmma_schedule import tiles_of
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
@@ -24,6 +23,7 @@ from semisparse.runtime.experts import MAX_EXPERTS, Routing
 from semisparse.runtime.gemm_schedule import Schedule as GemmSchedule
 from semisparse.runtime.gemm_schedule import Shape
 from semisparse.runtime.kernel import cuda_refusal, hopper_refusal
+from semisparse.runtime.operands import aligned, bias_as
 
 GEMM_SHAPES: Mapping[int, Shape] = {
     16: (3, 1, 1),
@@ -82,7 +82,7 @@ def prepare_decode(problem: ExpertsProblem, chosen: tuple[Schedule, int] | None 
         kernel(
             (ctas, experts if by_expert else routing.pairs, 1), schedule.threads, pdl=facts.has_pdl,
             x=x, **{name: aligned(packed.tensors[name]) for name in TENSORS},
-            bias=None if bias is None else bias.to(x.dtype).contiguous(), y=y, chosen=routing.chosen,
+            bias=bias_as(bias, x.dtype), y=y, chosen=routing.chosen,
             pairs=routing.pairs, pairs_per_x=routing.pairs // x.shape[0], experts=experts,
             n=n, k=k, chunks_per_tile=chunks_per_tile, chunks=row_tiles * chunks_per_tile,
             kept=int(packed.params["kept"]), tiles_per_cta=tiles_per_cta, ctas_with_extra=ctas_with_extra,

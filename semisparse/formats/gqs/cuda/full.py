@@ -16,12 +16,12 @@ from semisparse.formats.gqs.cuda.full_schedule import (
     choose_fused,
     shape_refusal,
 )
-from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.storage.disk import code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_ROWS
 from semisparse.formats.kernel import NOTHING_FUSED, FusedOperands, FusedProduct, Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
+from semisparse.runtime.operands import aligned, bias_as
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 
@@ -95,7 +95,7 @@ def _prepared(problem: Problem, schedule: FullSchedule) -> FusedProduct:
             pdl=facts.has_pdl,
             x=x,
             **{name: aligned(packed.tensors[name]) for name in ("codes", "scale", "zero")},
-            bias=None if bias is None else bias.to(dtype).contiguous(),
+            bias=bias_as(bias, dtype),
             norm_weight=fused.norm_weight,
             residual=fused.residual,
             y=y,

@@ -10,13 +10,13 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
 from semisparse.formats.gqs.cuda.gemm_schedule import GemmSchedule, choose_gemm, shape_refusal
-from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.schedule import ELEMENTS
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
 from semisparse.formats.kernel import Problem, Product
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, cuda_refusal
+from semisparse.runtime.operands import aligned, bias_as
 
 ADD_THREADS = 128
 """Threads per CTA of `add_partials.cu`, each with four rows of w."""
@@ -78,7 +78,7 @@ def prepare(problem: Problem, schedule: GemmSchedule | None = None) -> Product:
     def matmul(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
         m, m_tiles = x.shape[0], -(-x.shape[0] // schedule.tile_m)
         x = aligned(x if quantise is None else quantise(x))
-        bias = None if bias is None else bias.to(dtype).contiguous()
+        bias = bias_as(bias, dtype)
         y = x.new_empty(m, n)
         partials = x.new_empty(splits, m, CHUNK_ROWS * row_tiles, dtype=torch.float32) if splits > 1 else None
         kernel(

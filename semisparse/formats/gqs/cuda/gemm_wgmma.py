@@ -10,7 +10,6 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 from semisparse.formats.gqs.cuda import quantise_x
 from semisparse.formats.gqs.cuda.gemm_schedule import shape_refusal
-from semisparse.formats.gqs.cuda.operands import aligned
 from semisparse.formats.gqs.cuda.wgmma_schedule import RATES, tiles_of
 from semisparse.formats.gqs.storage.disk import TENSORS, code_bits, group_size, quantises_x
 from semisparse.formats.gqs.storage.masks import CHUNK_GROUPS, CHUNK_ROWS
@@ -21,6 +20,7 @@ from semisparse.runtime.expand_gemm import PermutedX
 from semisparse.runtime.gemm_schedule import MAX_TOKENS, Schedule, choose
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import aligned
 
 
 def gemm_defines(dtype: torch.dtype, bits: int, size: int, schedule: Schedule, full: bool = False) -> Defines:

@@ -12,7 +12,6 @@ from semisparse.formats.base import Codes, Packed, Params, TensorSpec, WeightSpe
 from semisparse.formats.gqs.storage.masks import (
     CHUNK_GROUPS,
     CHUNK_ROWS,
-    bits_of,
     in_mask_order,
     masks_of,
     starts_of,
@@ -20,6 +19,7 @@ from semisparse.formats.gqs.storage.masks import (
 )
 from semisparse.patterns import Group, Pattern
 from semisparse.quant.group import KINDS, GroupScales, scales_of, split_groups, stored_groups
+from semisparse.runtime.bits import bits_of
 
 SIZES = (4, 8, 16, 32, 64, 128)
 """Columns per group."""

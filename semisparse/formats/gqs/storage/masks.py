@@ -28,13 +28,6 @@ def masks_of(kept: Tensor) -> Tensor:
     return (octets * bit_values).sum(-1, dtype=torch.uint8).contiguous().view(torch.int64).squeeze(-1)
 
 
-def bits_of(masks: Tensor) -> Tensor:
-    """Return the bits of masks, [row tiles, column tiles, 64] bool."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
-    octets = masks.contiguous().unsqueeze(-1).view(torch.uint8)
-    return (octets.unsqueeze(-1) >> shifts & 1).bool().flatten(-2)
-
-
 def starts_of(bits: Tensor) -> Tensor:
     """Count the kept groups before each chunk, and in total: [chunks + 1] int32."""
     return F.pad(bits.sum(-1).flatten().cumsum(0), (1, 0)).to(torch.int32)

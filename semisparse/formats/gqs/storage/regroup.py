@@ -12,8 +12,9 @@ from torch import Tensor
 from semisparse.errors import FormatError
 from semisparse.formats.base import Packed, Params
 from semisparse.formats.gqs.storage.disk import group_size
-from semisparse.formats.gqs.storage.masks import bits_of, in_mask_order, masks_of, starts_of, unchunked
+from semisparse.formats.gqs.storage.masks import in_mask_order, masks_of, starts_of, unchunked
 from semisparse.patterns import Pattern
+from semisparse.runtime.bits import bits_of
 
 
 def regroup(parts: Sequence[Packed], dim: int, start: int, stop: int, pattern: Pattern) -> Packed:

@@ -20,6 +20,7 @@ from semisparse.formats.slide24.storage.gpu import layout_of, tile_counts, tiles
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, offsets_in_workspace
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import bias_as
 
 ELEMENTS = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.bfloat16: "BF16", torch.float16: "FP16"}
 """The macro for a dtype of stored values."""
@@ -120,7 +121,7 @@ def prepare(problem: Problem) -> Product:
         lifted, scales, partials, arrivals = (begin + offset for offset in offsets)
         token_scales = scales if quantised else None
         launch_lift(x, launch.tokens, lifted, token_scales, arrivals, launch.arrivals)
-        bias = None if bias is None else bias.to(out).contiguous()
+        bias = bias_as(bias, out)
         gemm(
             (launch.ctas, 1, 1), tile.threads, w=packed.tensors["tiles"], x=lifted, token_scales=token_scales,
             row_scales=packed.tensors.get("scale"), bias=bias, y=y, partials=partials, arrivals=arrivals, m=m, n=n,

@@ -10,11 +10,12 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.cuda.decode_schedule import MAX_M, VECTOR_LENGTHS, DecodeSchedule, choose_decode
-from semisparse.formats.vector_nm.cuda.operands import aligned, bias_like, operands_refusal
+from semisparse.formats.vector_nm.cuda.operands import operands_refusal
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
+from semisparse.runtime.operands import aligned, bias_as
 
 HALF, LONG_VECTORS, SHORT_VECTORS = VectorNM(16, 32, 32), VectorNM(5, 7, 128), VectorNM(4, 32, 8)
 
@@ -57,7 +58,7 @@ def prepare(problem: Problem) -> Product:
     sizes = {"n": n, "k": k, "slots": slots, "panel_windows": schedule.windows_per_panel(k)}
 
     def decode(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)
+        x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_as(bias, x.dtype)
         m, positions = x.shape[0], packed.tensors["positions"].contiguous()
         y = x.new_empty(m, n)
         grid = (groups, -(-m // schedule.tile_m), 1)

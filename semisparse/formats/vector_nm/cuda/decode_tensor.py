@@ -24,12 +24,12 @@ from semisparse.formats.vector_nm.cuda.decode_schedule import (
     choose_decode_tensor,
     choose_fused,
 )
-from semisparse.formats.vector_nm.cuda.operands import aligned, bias_like
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import aligned, bias_as
 
 UNFUSED: Defines = {"RMS_NORM": 0, "ADD_RESIDUAL": 0, "SILU_MUL": 0}
 
@@ -110,7 +110,7 @@ def _prepared(problem: Problem, schedule: DecodeTensorSchedule | None) -> FusedP
     kernel, threads = build.load(problem.device), 32 * schedule.warps
 
     def decode_tensor(x: Tensor, packed: Packed, bias: Tensor | None, fused: FusedOperands = NOTHING_FUSED) -> Tensor:
-        x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)
+        x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_as(bias, x.dtype)
         y = x.new_empty(x.shape[0], width)
         operands = {"x": x, "values": values, "positions": packed.tensors["positions"].contiguous(), "bias": bias}
         kernel(

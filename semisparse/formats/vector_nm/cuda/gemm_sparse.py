@@ -10,7 +10,7 @@ from torch import Tensor
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.cuda import transpose
-from semisparse.formats.vector_nm.cuda.operands import aligned, bias_like, operands_refusal
+from semisparse.formats.vector_nm.cuda.operands import operands_refusal
 from semisparse.formats.vector_nm.cuda.schedule import (
     SCALARS,
     SPARSE_MIN_M,
@@ -25,6 +25,7 @@ from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import aligned, bias_as
 
 
 def defines(length: int, dtype: torch.dtype) -> Defines:
@@ -62,7 +63,7 @@ def prepare(problem: Problem) -> Product:
     sizes = {"n": n, "groups": groups, "slots_per_group": slots, "row_tiles": row_tiles}
 
     def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        x, bias = aligned(x), bias_like(x, bias)
+        x, bias = aligned(x), bias_as(bias, x.dtype)
         x_t = x_transposed(x)
         names = ("values", "block_starts", "columns", "slots", "metadata")
         tensors = {name: aligned(packed.tensors[name]) for name in names}

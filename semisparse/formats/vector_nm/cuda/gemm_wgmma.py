@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import PermutingProduct, Problem
-from semisparse.formats.vector_nm.cuda.operands import aligned, operands_refusal
+from semisparse.formats.vector_nm.cuda.operands import operands_refusal
 from semisparse.formats.vector_nm.cuda.wgmma_schedule import choose_schedule, tiles_of
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
@@ -19,6 +19,7 @@ from semisparse.runtime.expand_gemm import PermutedX
 from semisparse.runtime.gemm_schedule import MAX_TOKENS, SCALARS, Schedule
 from semisparse.runtime.kernel import CudaSource, hopper_refusal
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import aligned
 
 IN_ORDER = 2
 """The BLOCK of permute_x.cu that keeps the order of columns."""

@@ -9,13 +9,14 @@ from semisparse.errors import KernelError
 from semisparse.formats.base import Packed
 from semisparse.formats.kernel import Problem, Product
 from semisparse.formats.vector_nm.cuda import column_info
-from semisparse.formats.vector_nm.cuda.operands import aligned, bias_like, operands_refusal
+from semisparse.formats.vector_nm.cuda.operands import operands_refusal
 from semisparse.formats.vector_nm.cuda.schedule import TILES, GemmSchedule, choose_gemm, gemm_lengths, gemm_schedule
 from semisparse.formats.vector_nm.storage.disk import groups_and_slots, vectors_of
 from semisparse.patterns import VectorNM
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.kernel import CudaSource
 from semisparse.runtime.nvrtc import Defines
+from semisparse.runtime.operands import aligned, bias_as
 
 
 def common_defines(dtype: torch.dtype, shortest: VectorNM) -> tuple[Defines, ...]:
@@ -62,7 +63,7 @@ def prepare(problem: Problem, source: CudaSource, schedule: GemmSchedule | None)
     sizes = {"n": n, "groups": groups, "slots": slots, "stages": -(-slots // schedule.slots), "aligned": aligned_y}
 
     def multiply(x: Tensor, packed: Packed, bias: Tensor | None) -> Tensor:
-        x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_like(x, bias)
+        x, values, bias = aligned(x), aligned(packed.tensors["values"]), bias_as(bias, x.dtype)
         x_t, columns, offsets = info(x, packed.tensors["positions"].contiguous())
         m, pitch = x.shape[0], x_t.shape[1]
         y = x.new_empty(m, n)
