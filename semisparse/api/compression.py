@@ -147,8 +147,8 @@ def compress(
     streams = ranks.first(lambda: plan.searches_bank and not needs.fits(free))
     if streams:
         needs = needs_of(*facts, streams=True)
-    seconds = seconds_on_gpu(facts[1], plan, batches, machine_here(where), ranks)
-    inform(f"{needs}{duration(seconds)}")
+    span = seconds_on_gpu(facts[1], plan, batches, machine_here(where), ranks, streams)
+    inform(f"{needs}{duration(span)}")
     needs.check(free)
     tuning: list[dict[str, Any]] = []
     run = partial(

@@ -120,10 +120,10 @@ class PrunedAnew:
             finished = self._journal.load("pass", number) if self._journal else None
             some = candidates[number - first :][: 1 if finished or self._keep else TOGETHER]
             if finished:
-                found = [_read(some[0], *finished)]
+                evaluations = [_read(some[0], *finished)]
             else:
-                found = [self._evaluate(some[0], number)] if self._keep else self._evaluate_together(some, number)
-            for evaluation in found:
+                evaluations = [self._evaluate(some[0], number)] if self._keep else self._evaluate_together(some, number)
+            for evaluation in evaluations:
                 if not finished:
                     self._save(number, evaluation)
                 self._append(evaluation)

@@ -73,8 +73,8 @@ class Evolution:
                 candidate: [index for index in order[:batches] if index not in known]
                 for candidate, known in scores.items()
             }
-            found = self._scorer.score_all(list(missing.items()))
-            for (candidate, indices), new in zip(missing.items(), found, strict=True):
+            new_scores = self._scorer.score_all(list(missing.items()))
+            for (candidate, indices), new in zip(missing.items(), new_scores, strict=True):
                 scores[candidate] |= zip(indices, new, strict=True)
         best, kl = state.best, state.kl
         for candidate, known in scores.items():

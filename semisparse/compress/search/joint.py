@@ -215,8 +215,8 @@ class JointSearch:
         best = losses.costs.dense
         for number in range(PASSES):
             losses.measure(best)
-            found = losses.best(self._limits)
-            start = min({found, best} if number else {found}, key=losses.kl)
+            allocated = losses.best(self._limits)
+            start = min({allocated, best} if number else {allocated}, key=losses.kl)
             best, proposed = self._refine(start, number)
             self._without_zeros = self._best_without_zeros(number) if self._compares_later else None
             for options, pick in zip(proposed, self._without_zeros or (), strict=False):
@@ -270,28 +270,28 @@ class JointSearch:
             return None  # what is left of a unit's options has zeros
         try:
             tables = [losses.losses, *(self._disturbed(rng) for _ in range(PROPOSALS))]
-            found = {losses.costs.allocate(allowed(table), self._limits) for table in tables}
+            drawn = {losses.costs.allocate(allowed(table), self._limits) for table in tables}
         except Unreachable:
             return None
-        losses.score(sorted(found))
-        return min(sorted(found), key=losses.kl)
+        losses.score(sorted(drawn))
+        return min(sorted(drawn), key=losses.kl)
 
     def finalists(self, best: Assignment) -> dict[str, Assignment]:
         """Return by label what may be better than ``best`` after tuning, beside ``best`` itself.
 
         If ``best`` has no zeros either, another assignment without zeros is not expected to gain more from tuning.
         """
-        losses, found = self._losses, dict[str, Assignment]()
+        losses, finalists = self._losses, dict[str, Assignment]()
         plain, single = self._without_zeros, self.single_choice(best)
         has_zeros = not all(whole[pick] for whole, pick in zip(losses.without_zeros, best, strict=True))
         factor = HOPELESS if has_zeros else 1.0
         if plain is not None and plain != best and losses.kl(plain) <= factor * losses.kl(best):
-            found["without zeros"] = plain
+            finalists["without zeros"] = plain
         if single is not None and single != plain:
             label = losses.best_uniform(self._limits)
             assert label is not None
-            found[label.label] = single
-        return found
+            finalists[label.label] = single
+        return finalists
 
     def single_choice(self, best: Assignment) -> Assignment | None:
         """Return the best single choice for all layers that keeps the limits.

@@ -199,7 +199,7 @@ class ChoiceLosses:
             for level, masked in bank[linear.name].items() if linear.name in probed else ():
                 errors.setdefault(linear.choices[level], []).append(masked.report.error or 0.0)
         uniforms = self.costs.uniforms()
-        known = {one: found for one, found in errors.items() if one in uniforms and len(found) == len(probed)}
+        known = {one: own for one, own in errors.items() if one in uniforms and len(own) == len(probed)}
         dropped = dominated(known, uniforms, self.costs.options, UNDERCUT)
         self._keep({choice for linear in self._space for choice in linear.choices} - dropped)
 

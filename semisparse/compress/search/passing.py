@@ -66,8 +66,8 @@ class PassingScorer:
         if self._dense_states is not None:
             pairs = zip(self._padded, self._logits(self._dense_states), strict=True)
             self._dense, self._dense_states = [scoring_batch(padded, logits) for padded, logits in pairs], None
-        found = zip(self._dense, self._logits(self._states[candidate]), strict=True)
-        own = [float(batch.kl_of(logits)) for batch, logits in found]
+        scored = zip(self._dense, self._logits(self._states[candidate]), strict=True)
+        own = [float(batch.kl_of(logits)) for batch, logits in scored]
         return sum(kl for kls in self._ranks.gather(own) for kl in kls) / self._count
 
     def _logits(self, states: Sequence[Tensor]) -> list[Tensor]:

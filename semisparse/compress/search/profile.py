@@ -20,6 +20,9 @@ STEP = 6
 MAX_STEPS = 4
 """Maximum length of the final step, in units of `STEP` for the factor that changes most."""
 
+LEAST_STEPS = 2
+"""Lengths of the final step that are scored at least: the second one can be worse than the first."""
+
 REACH = 5
 """How far a linear layer may move from the uniform pattern, as in `search_space`: 35 of 64 levels."""
 
@@ -46,9 +49,14 @@ def factors_of(space: Sequence[LinearSpace]) -> dict[Factor, float]:
     return shares | ({DEPTH: 1.0} if len({linear.decoder_layer for linear in space}) > 1 else {})
 
 
+def first_candidates(space: Sequence[LinearSpace]) -> int:
+    """Return how many candidates `search_profile` scores in its first call: they do not depend on each other."""
+    return 1 + len(hadamard(len(factors_of(space)) + 1))
+
+
 def most_candidates(space: Sequence[LinearSpace]) -> int:
     """Return how many candidates `search_profile` scores at most."""
-    return 1 + len(hadamard(len(factors_of(space)) + 1)) + MAX_STEPS
+    return first_candidates(space) + MAX_STEPS
 
 
 def search_profile(

@@ -244,7 +244,9 @@ class Scorer:
         own = _read(self._score_own(list(map(Own, candidates, mine, firsts)), keep_states))
         self.tokens_run += sum(self._batches[index].ids.numel() for _, batches in wanted for index in batches)
         known = self._ranks.gather([{index: score.kl for index, score in scores.items()} for scores in own])
-        kls = [{index: kl for found in known for index, kl in found[number].items()} for number in range(len(wanted))]
+        kls = [
+            {index: kl for of_rank in known for index, kl in of_rank[number].items()} for number in range(len(wanted))
+        ]
         return [
             [own[number].get(index) or BatchScore(kls[number][index], []) for index in batches]
             for number, (_, batches) in enumerate(wanted)

@@ -58,9 +58,9 @@ class StreamingScorer(Scorer):
     def set_parent(self, candidate: Candidate, scores: list[BatchScore]) -> None:
         first = self._first_changed(candidate)
         missing = [batch for batch, score in enumerate(scores) if not score.states]
-        (found,) = self._score_own([Own(candidate, missing, first)], keep_states=True)
+        (scored,) = self._score_own([Own(candidate, missing, first)], keep_states=True)
         self._parent_scores = [
-            score._replace(states=found[batch].states) if batch in found else score
+            score._replace(states=scored[batch].states) if batch in scored else score
             for batch, score in enumerate(scores)
         ]
         self._parent = candidate
@@ -94,11 +94,11 @@ class StreamingScorer(Scorer):
                         if keep_states:
                             entered[batch].append(states[batch])
                         states[batch] = self._calls[index][batch](layer, states[batch])
-        found: list[dict[int, Scored]] = []
+        scored: list[dict[int, Scored]] = []
         for states, entered in zip(now, kept, strict=True):
             kls = {batch: self._batches[batch].kl_of(self._logits(batch, state)) for batch, state in states.items()}
-            found.append({batch: Scored(kl, entered[batch] if keep_states else []) for batch, kl in kls.items()})
-        return found
+            scored.append({batch: Scored(kl, entered[batch] if keep_states else []) for batch, kl in kls.items()})
+        return scored
 
     def _parent_states(self, batch: int) -> Sequence[Tensor]:
         return self._parent_scores[batch].states if self._parent_scores else ()

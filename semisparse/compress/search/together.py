@@ -102,8 +102,8 @@ def _pruned(
     def weight_of(linear: CalibratedLinear) -> Tensor:
         name, dtype = layer.full_name(linear.name), layer.weight(linear.name).dtype
         with errors_naming(name):
-            found = prune_layer(linear.weight.to(dtype), patterns[name], linear.statistics(), recipe)
-        return found.weight.to(dtype) + 0  # the cast may round a small weight to -0
+            pruned = prune_layer(linear.weight.to(dtype), patterns[name], linear.statistics(), recipe)
+        return pruned.weight.to(dtype) + 0  # the cast may round a small weight to -0
 
     working = copy.deepcopy(dense)
     for alike in linears_with_statistics(layer, dense, working, activations, index, inputs):
