@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,31 @@ class BusyRow:
     software: str
 
 
+@dataclass(frozen=True)
+class PromptKernelRow:
+    """A row of the CSV of what the GPU runs while it reads `LONG_PROMPTS` prompts of `LONG_PROMPT` tokens.
+
+    Args:
+        model: as in `Row`.
+        weights: as in `Row`.
+        kernel: its name, cut; ``idle`` is the time between the first kernel and the last in which none ran.
+        grid: its thread blocks.
+        calls: launches.
+        us: their time, summed.
+        machine: as in `Row`.
+        software: as in `Row`.
+    """
+
+    model: str
+    weights: str
+    kernel: str
+    grid: str
+    calls: int
+    us: float
+    machine: str
+    software: str
+
+
 def chat_lengths(mean: int, seed: int, count: int) -> list[int]:
     """Return a length for each request."""
     draw = random.Random(seed)
@@ -273,6 +299,61 @@ def _union(spans: list[tuple[int, int]]) -> tuple[float, int]:
     return busy * 1e-9, len(spans)
 
 
+def _stop_trace(worker: Any, out: str) -> list[tuple[str, str, float, float]]:
+    """Return name, grid, start and length in microseconds of all that the GPU ran since `_start_profiler`, in order.
+
+    They are also written to ``out``, gzipped.
+    """
+    import torch
+
+    torch.cuda.synchronize()
+    worker.benchmark_profiler.stop()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        worker.benchmark_profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    spans = sorted(
+        (event["ts"], event["dur"], event["name"], "x".join(map(str, event["args"].get("grid", []))))
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    with gzip.open(out, "wt") as file:
+        file.writelines(
+            f"{start - spans[0][0]:.1f} {length:.2f} {grid} {name[:300]}\n" for start, length, name, grid in spans
+        )
+    return [(name[:300], grid, start, length) for start, length, name, grid in spans]
+
+
+def prompt_kernels(spans: Iterable[tuple[str, str, float, float]]) -> tuple[float, list[dict[str, Any]]]:
+    """Return the seconds in which any of `_stop_trace`'s kernels ran, and the kernels' fields of `PromptKernelRow`."""
+    spans = list(spans)
+    calls: Counter[tuple[str, str]] = Counter()
+    us: Counter[tuple[str, str]] = Counter()
+    for name, grid, _, length in spans:
+        calls[name, grid] += 1
+        us[name, grid] += length
+    busy = _union([(round(start * 1e3), round(length * 1e3)) for _, _, start, length in spans])[0]
+    whole = max(start + length for *_, start, length in spans) - min(start for *_, start, _ in spans)
+    rows = [
+        {"kernel": name.removeprefix("void ")[:200], "grid": grid, "calls": calls[name, grid], "us": round(taken, 1)}
+        for (name, grid), taken in us.most_common()
+    ]
+    return busy, [*rows, {"kernel": "idle", "grid": "", "calls": 0, "us": round(whole - busy * 1e6, 1)}]
+
+
+def measure_prompts(turn: Turn, engine: Any, model: str, versions: dict[str, str]) -> None:
+    """Send the parent the speed of long prompts, and what the GPU runs for them."""
+    prompts = [LONG_PROMPT] * LONG_PROMPTS, [1] * LONG_PROMPTS
+    long = min(throughput_seconds(*prompts, model) for _ in range(4))
+    turn.say("prompt_tokens_per_second", round(LONG_PROMPTS * LONG_PROMPT / long))
+    engine.collective_rpc(_start_profiler)
+    throughput_seconds(*prompts, model)
+    spans = engine.collective_rpc(_stop_trace, args=(f"{model}.trace.gz",))[0]
+    busy, rows = prompt_kernels(spans)
+    share = {"requests": LONG_PROMPTS, "prompt_tokens": LONG_PROMPTS * LONG_PROMPT, "output_tokens": LONG_PROMPTS}
+    turn.say("busy", [{**share, "busy_s": round(busy, 4), "kernels": len(spans), **versions}])
+    turn.say("prompt_kernels", [{**row, **versions} for row in rows])
+
+
 def busy_share(engine: Any, model: str, prompts: list[int], outputs: list[int]) -> dict[str, Any]:
     """Return the fields of `BusyRow` for requests of these lengths."""
     engine.collective_rpc(_start_profiler)
@@ -331,6 +412,7 @@ def measure_engine(
     profiles: bool,
     batches: Sequence[int] = BATCHES,
     busy: int = 0,
+    prompts_alone: bool = False,
 ) -> None:
     """Start an engine and, at its turn, measure; each figure is sent to the parent when it is known.
 
@@ -343,6 +425,7 @@ def measure_engine(
         profiles: whether a decode step is profiled.
         batches: numbers of sequences, beside one, of which decode steps are timed.
         busy: requests of a throughput of which the GPU's share is measured, and that of long prompts; 0: it is not.
+        prompts_alone: long prompts are measured, kernel by kernel, and nothing else.
     """
     turn.wait()
     import torch
@@ -362,6 +445,10 @@ def measure_engine(
         "software": f"vllm {vllm.__version__}, torch {torch.__version__}",
     }
     turn.say("row", row)
+    if prompts_alone:
+        measure_prompts(turn, engine, model, {"software": row["software"], "machine": row["machine"]})
+        turn.say("done")
+        return
     whole, first, single = step_ms(model, LATENCY)
     turn.say("latency_s", round(whole, 4))
     turn.say("first_token_s", round(first, 4))

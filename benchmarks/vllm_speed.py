@@ -27,7 +27,7 @@ from typing import Any
 
 from vllm_cache import shared_cache
 from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
-from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, BusyRow, ProfileRow, Row, measure_engine
+from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, BusyRow, ProfileRow, PromptKernelRow, Row, measure_engine
 from vllm_process import Child, Turn, end_all
 from vllm_serve import ServeRow, measure_server, run_server
 
@@ -115,6 +115,8 @@ def settings_of(entry: Entry, args: Namespace) -> dict[str, Any]:
     settings = {**ENGINE, "kv_cache_memory_bytes": args.cache << 30, **VARIANTS.get(entry.variant, {})}
     if entry.stored in RIVALS:
         settings |= {"load_format": "dummy", **RIVALS[entry.stored]}
+    if entry.is_among(args.prompts) and not entry.serves:
+        settings |= {"compilation_config": {"cudagraph_mode": "NONE"}}  # long prompts run without graphs anyway
     return settings
 
 
@@ -161,7 +163,8 @@ def start(entry: Entry, port: int, cache: Any, args: Namespace) -> Child:
     requests = args.requests if is_whole else 0
     engine = folder, settings_of(entry, args), cache
     batches, busy = () if is_brief else BATCHES, args.requests if entry.is_among(args.busy) else 0
-    return Child(entry.name, log, measure_engine, *engine, requests, profiles, batches, busy)
+    prompts = entry.is_among(args.prompts)
+    return Child(entry.name, log, measure_engine, *engine, requests, profiles, batches, busy, prompts)
 
 
 def start_client(child: Child, entry: Entry, port: int, pair: str, args: Namespace) -> Child:
@@ -218,6 +221,9 @@ def write_offline(found: dict[str, Any], entry: Entry, args: Namespace) -> None:
     rows = [{**same, **row, "machine": found["row"]["machine"]} for row in found.pop("profile", [])]
     if rows:
         add(args.out.with_name("vllm-kernels.csv"), ProfileRow, rows)
+    if "prompt_kernels" in found:
+        kernels = [{**same, **row} for row in found.pop("prompt_kernels")]
+        add(args.out.with_name("vllm-prompt-kernels.csv"), PromptKernelRow, kernels)
     if "busy" in found:
         shares = [{**same, "cache_gib": args.cache, **share} for share in found.pop("busy")]
         add(args.out.with_name("vllm-busy.csv"), BusyRow, shares)
@@ -339,6 +345,9 @@ def main() -> None:
     parser.add_argument("--profile", default="", help="columns of which a decode step is profiled, to vllm-kernels.csv")
     parser.add_argument(
         "--busy", default="", help="columns whose prompts and throughput are profiled, to vllm-busy.csv"
+    )
+    parser.add_argument(
+        "--prompts", default="", help="columns of which long prompts alone are measured, and every kernel that they run"
     )
     parser.add_argument("--ready", type=float, default=200, help="seconds until a group must have started")
     parser.add_argument("--hold", type=Path, help="measure only once this file exists: other jobs end first")
