@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 import tempfile
@@ -42,13 +43,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "-one-split": {**FLASH, **ONE_SPLIT},
     "-flash-attention": FLASH,
     "-unfused": UNFUSED,
+    "-16k": {"max_num_batched_tokens": 16384},
     "-triton-attention": {"attention_config": {"backend": "TRITON_ATTN"}},
     "-keep-dense": {"additional_config": {"semisparse_keep_dense": ["*"]}},
 }
 """Endings of columns, and the engine arguments that they stand for: FlashAttention takes the keys in at most 4 parts
 instead of 32, without and with fused matmuls; the keys in one part, so that no kernel combines parts; FlashAttention
-for one and two sequences too; that, and no fused matmuls; vLLM's own kernel for attention; dense copies of all
-weights."""
+for one and two sequences too; that, and no fused matmuls; 16,384 tokens per step; vLLM's own kernel for attention;
+dense copies of all weights."""
 
 WHOLE = ("", "-keep-dense")
 """Endings of the columns of which prompts and throughput are measured too; the others do not change these."""
@@ -347,7 +349,7 @@ def measure_prompts(turn: Turn, engine: Any, model: str, versions: dict[str, str
     turn.say("prompt_tokens_per_second", round(LONG_PROMPTS * LONG_PROMPT / long))
     engine.collective_rpc(_start_profiler)
     throughput_seconds(*prompts, model)
-    spans = engine.collective_rpc(_stop_trace, args=(f"{model}.trace.gz",))[0]
+    spans = engine.collective_rpc(_stop_trace, args=(f"{model}-{os.getpid()}.trace.gz",))[0]
     busy, rows = prompt_kernels(spans)
     share = {"requests": LONG_PROMPTS, "prompt_tokens": LONG_PROMPTS * LONG_PROMPT, "output_tokens": LONG_PROMPTS}
     turn.say("busy", [{**share, "busy_s": round(busy, 4), "kernels": len(spans), **versions}])

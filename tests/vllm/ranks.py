@@ -16,8 +16,12 @@ def prepare() -> None:
     """Let vLLM run on a CPU without its compiled kernels: linear layers need none."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     import vllm.platforms
+    from vllm.model_executor.layers import utils
     from vllm.platforms.cpu import CpuPlatform
 
+    utils.check_cpu_sgl_kernel = lambda *shape: (
+        False
+    )  # on a CPU with AMX vLLM would take a compiled kernel for the head
     vllm.platforms._current_platform = CpuPlatform()
     torch.accelerator.empty_cache = lambda: None  # It asks for an accelerator; vLLM's loader calls it always.
 
