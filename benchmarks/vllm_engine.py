@@ -9,8 +9,8 @@ import random
 import re
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -325,11 +325,10 @@ def _stop_trace(worker: Any, out: str) -> list[tuple[str, str, float, float]]:
     return [(name[:300], grid, start, length) for start, length, name, grid in spans]
 
 
-def prompt_kernels(spans: Iterable[tuple[str, str, float, float]]) -> tuple[float, list[dict[str, Any]]]:
+def prompt_kernels(spans: Sequence[tuple[str, str, float, float]]) -> tuple[float, list[dict[str, Any]]]:
     """Return the seconds in which any of `_stop_trace`'s kernels ran, and the kernels' fields of `PromptKernelRow`."""
-    spans = list(spans)
     calls: Counter[tuple[str, str]] = Counter()
-    us: Counter[tuple[str, str]] = Counter()
+    us: defaultdict[tuple[str, str], float] = defaultdict(float)
     for name, grid, _, length in spans:
         calls[name, grid] += 1
         us[name, grid] += length
@@ -337,7 +336,7 @@ def prompt_kernels(spans: Iterable[tuple[str, str, float, float]]) -> tuple[floa
     whole = max(start + length for *_, start, length in spans) - min(start for *_, start, _ in spans)
     rows = [
         {"kernel": name.removeprefix("void ")[:200], "grid": grid, "calls": calls[name, grid], "us": round(taken, 1)}
-        for (name, grid), taken in us.most_common()
+        for (name, grid), taken in sorted(us.items(), key=lambda item: -item[1])
     ]
     return busy, [*rows, {"kernel": "idle", "grid": "", "calls": 0, "us": round(whole - busy * 1e6, 1)}]
 
