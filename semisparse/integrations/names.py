@@ -39,6 +39,7 @@ def model_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Return tensors' names in the model, by their names on disk; those that are split or fused are left out.
 
     The checkpoint may be of the same model with another head, or without one.
+
     As in transformers' loading, a name that would be renamed to none of the model's stays if it is one of them itself:
     DeepSeek-V4's conversion renames every ``.norm.``, and its final norm is called so.
     """
@@ -61,8 +62,8 @@ def model_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
 def with_other_head(model: PreTrainedModel, name: str) -> str:
     """Return ``name`` with or without the prefix of the base model, whichever ``model`` has.
 
-    Of a causal model's checkpoint, ``AutoModel`` loads ``model.layers.0...`` as ``layers.0...``; a causal model does the
-    reverse.
+    ``AutoModel`` loads ``model.layers.0...`` of a causal model as ``layers.0...``; a causal model
+    does the reverse.
     """
     prefix, first = model.base_model_prefix, name.partition(".")[0]
     if not prefix or hasattr(model, first):

@@ -10,6 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import semisparse
+from semisparse.api import inspect_directory
 from semisparse.checkpoint import atomic_directory
 from semisparse.errors import CheckpointError, InputError
 from semisparse.formats import get_format
@@ -78,12 +79,12 @@ def test_without_the_head_saved_and_loaded_with_it(architecture: str, tmp_path: 
     assert torch.equal(hidden, causal.base_model(ids).last_hidden_state)
     assert len(sparse_layers(base)) == len(sparse_layers(causal)) > 0
     base.save_pretrained(tmp_path / "base")
-    assert semisparse.api.inspect_directory(tmp_path / "base", verify=True)["verified"]
+    assert inspect_directory(tmp_path / "base", verify=True)["verified"]
     assert torch.equal(AutoModel.from_pretrained(tmp_path / "base")(ids).last_hidden_state, hidden)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert torch.equal(again(ids).logits, causal(ids).logits)
     again.save_pretrained(tmp_path / "causal")
-    assert semisparse.api.inspect_directory(tmp_path / "causal", verify=True)["verified"]
+    assert inspect_directory(tmp_path / "causal", verify=True)["verified"]
 
 
 def test_another_dtype_casts_what_is_not_packed(directory: Path):
