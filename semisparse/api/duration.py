@@ -140,7 +140,7 @@ def duration(span: Span | None) -> str:
 
 
 def _is_known(layers: Sequence[DecoderLayer], plan: Recipe) -> bool:
-    """Return whether such a compression was measured."""
+    """Return whether the times of all its parts were measured."""
     linears = [(layer, name) for layer in layers for name in layer.patterns]
     by_sparsegpt = plan.prune == "sparsegpt" and plan.saliency == "loss" and plan.refine == "cg"
     tuned = plan.tune == "none" or (plan.tune == "bqpo" and plan.tune_units == "layers")

@@ -159,5 +159,5 @@ def _param(value: Any) -> Scalar:
     """
     number = _typed(value, int, float, str)
     if not isinstance(number, str) and not abs(number) < 1 << 63:
-        raise ValueError(f"{number:.6g} is not a finite number below 2^63")
+        raise ValueError(f"{str(number)[:20]} is not a finite number below 2^63")
     return number

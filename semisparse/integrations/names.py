@@ -29,12 +29,16 @@ def stored_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
         keys: names of tensors that are stored unchanged, not split or fused.
     """
     names = list(keys)
-    renamed = revert_weight_conversion(model, {name: torch.tensor(index) for index, name in enumerate(names)})
+    renamed = revert_weight_conversion(
+        model, {name: torch.tensor(index, device="cpu") for index, name in enumerate(names)}
+    )
     return {names[int(index)]: key for key, index in renamed.items()}
 
 
 def model_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Return tensors' names in the model, by their names on disk; those that are split or fused are left out.
+
+    The checkpoint may be of the same model with another head, or without one.
 
     As in transformers' loading, a name that would be renamed to none of the model's stays if it is one of them itself:
     DeepSeek-V4's conversion renames every ``.norm.``, and its final norm is called so.
@@ -51,8 +55,22 @@ def model_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
         if not alike & own.keys() and key in own:
             own_keys[key] = key
         elif converter is None:
-            own_keys[key] = name
+            own_keys[key] = with_other_head(model, name)
     return own_keys
+
+
+def with_other_head(model: PreTrainedModel, name: str) -> str:
+    """Return ``name`` with or without the prefix of the base model, whichever ``model`` has.
+
+    ``AutoModel`` loads ``model.layers.0...`` of a causal model as ``layers.0...``; a causal model
+    does the reverse.
+    """
+    prefix, first = model.base_model_prefix, name.partition(".")[0]
+    if not prefix or hasattr(model, first):
+        return name
+    if first == prefix:
+        return name.removeprefix(f"{prefix}.")
+    return f"{prefix}.{name}" if hasattr(getattr(model, prefix, None), first) else name
 
 
 def stored_layers(model: PreTrainedModel, layers: Mapping[str, Any]) -> dict[str, str]:

@@ -38,7 +38,8 @@ from semisparse.checkpoint import (
 )
 from semisparse.checkpoint.files import weight_files
 from semisparse.errors import CheckpointError, InputError, SemisparseError
-from semisparse.integrations.names import model_keys, model_layers, stored_layers
+from semisparse.formats import Packed
+from semisparse.integrations.names import model_keys, model_layers, stored_keys, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
 from semisparse.nn import SparseLinear, dequantise_layers, prepare_experts, replace_linear
 from semisparse.nn.sparse_experts import EXPERT_LAYER
@@ -66,6 +67,24 @@ class SemisparseConfig(QuantizationConfigMixin):
     def layer_names(self) -> Collection[str]:
         """Names of the packed layers on disk."""
         return self._block.get("layers", {}).keys()
+
+    def rename(self, model: PreTrainedModel, layers: Mapping[str, Packed], names: Mapping[str, str]) -> None:
+        """Name layers and tensors as ``model`` saves them, if the checkpoint is of a model with another head.
+
+        Args:
+            model: has the layers.
+            layers: the packed layers, by their names on disk.
+            names: their module names, by their names on disk.
+        """
+        stored = stored_layers(model, {names[name]: packed for name, packed in layers.items()})
+        if set(stored.values()) == set(layers):
+            return
+        entries, dense = self._block["layers"], self._block.get(DIGESTS, {})
+        keys = model_keys(model, dense)
+        tensors = stored_keys(model, keys.values())
+        self._block["layers"] = {stored[names[name]]: entry for name, entry in entries.items()}
+        if dense:
+            self._block[DIGESTS] = {tensors[name]: dense[key] for key, name in keys.items()}
 
     def renew_digests(
         self, model: PreTrainedModel, names: Mapping[str, str], state: Mapping[str, Tensor] | None
@@ -140,6 +159,7 @@ class SemisparseQuantizer(HfQuantizer):
             check_headers(layers, headers)
             read_ahead(files)
         names = model_layers(model, layers)
+        self.quantization_config.rename(model, layers, names)
         prepare_experts(model, names.values())
         for name, packed in layers.items():
             try:

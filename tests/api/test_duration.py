@@ -71,6 +71,15 @@ def test_a_candidate_alone_takes_what_was_measured():
     assert said.least / said.most == pytest.approx(11 / 13)
 
 
+def test_candidates_side_by_side_take_what_was_measured():
+    """results/h200/profile-marks.csv: nine candidates of 32 decoder layers, and each of the three after them."""
+    said, compressing = span("llama2-7b", layers=32), seconds("llama2-7b", "search=none", layers=32)
+    assert said is not None
+    each = (said.most - said.least) / 2
+    assert each / 32 == pytest.approx(1.49, rel=0.15)
+    assert (said.least - compressing - 2 * each) / 9 / 32 == pytest.approx(1.28, rel=0.1)
+
+
 def test_a_joint_search_and_its_tuning_take_what_was_measured():
     """results/h200/bits3-marks.csv: tuning stopped at half of its steps, and no finalist was tuned."""
     said = span("llama2-7b", recipe="auto", target={"bits": 3}, layers=8)

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import semisparse
+from semisparse.api import inspect_directory
 from semisparse.checkpoint import atomic_directory
 from semisparse.errors import CheckpointError, InputError
 from semisparse.formats import get_format
@@ -67,6 +68,25 @@ def test_load_computes_the_same_and_saves_the_same_bytes(architecture: str, patt
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
+@pytest.mark.parametrize("architecture", ["llama-tied", "gpt2"])
+@torch.no_grad()
+def test_without_the_head_saved_and_loaded_with_it(architecture: str, tmp_path: Path):
+    """As what computes embeddings loads a causal model."""
+    out = save(compressed(random_model(architecture)), tmp_path / "out")
+    causal, base = AutoModelForCausalLM.from_pretrained(out), AutoModel.from_pretrained(out)
+    ids = torch.arange(3, 13)[None]
+    hidden = base(ids).last_hidden_state
+    assert torch.equal(hidden, causal.base_model(ids).last_hidden_state)
+    assert len(sparse_layers(base)) == len(sparse_layers(causal)) > 0
+    base.save_pretrained(tmp_path / "base")
+    assert inspect_directory(tmp_path / "base", verify=True)["verified"]
+    assert torch.equal(AutoModel.from_pretrained(tmp_path / "base")(ids).last_hidden_state, hidden)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(again(ids).logits, causal(ids).logits)
+    again.save_pretrained(tmp_path / "causal")
+    assert inspect_directory(tmp_path / "causal", verify=True)["verified"]
+
+
 def test_another_dtype_casts_what_is_not_packed(directory: Path):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert model.dtype == torch.float32
@@ -108,6 +128,7 @@ LAYER = "model.layers.1.mlp.up_proj"
         (lambda b: b["layers"][LAYER].update(shape=[-44, 24]), r"N, K of at least 1, got \(-44, 24\)"),
         (lambda b: b["layers"][LAYER].update(dtype="float64"), "unreadable"),
         (lambda b: b["layers"][LAYER].pop("shape"), "unreadable: KeyError"),
+        (lambda b: b["layers"][LAYER].update(params={"kept": 10**400}), "is not a finite number below 2"),
         (lambda b: b.update(layers=[]), "no table of layers"),
         (lambda b: b["layers"].update({"model.nothing": b["layers"][LAYER]}), "model.nothing.masks is missing"),
     ],
