@@ -38,7 +38,6 @@ from semisparse.checkpoint import (
 )
 from semisparse.checkpoint.files import weight_files
 from semisparse.errors import CheckpointError, InputError, SemisparseError
-from semisparse.formats import Packed
 from semisparse.integrations.names import model_keys, model_layers, stored_keys, stored_layers
 from semisparse.integrations.tensor_parallel import gather_state_dict, is_distributed, load_tensors_whole, shard_layers
 from semisparse.nn import SparseLinear, dequantise_layers, prepare_experts, replace_linear
@@ -68,7 +67,7 @@ class SemisparseConfig(QuantizationConfigMixin):
         """Names of the packed layers on disk."""
         return self._block.get("layers", {}).keys()
 
-    def rename(self, model: PreTrainedModel, layers: Mapping[str, Packed], names: Mapping[str, str]) -> None:
+    def rename(self, model: PreTrainedModel, layers: Mapping[str, Any], names: Mapping[str, str]) -> None:
         """Name layers and tensors as ``model`` saves them, if the checkpoint is of a model with another head.
 
         Args:

@@ -35,7 +35,7 @@ class Group(Pattern):
 
     @classmethod
     def parse(cls, text: str) -> Group | None:
-        match = re.fullmatch(r"g(\d+)@(\d+(?:\.\d+)?)%(/row)?", text)
+        match = re.fullmatch(r"g([0-9]+)@([0-9]+(?:\.[0-9]+)?)%(/row)?", text)
         return cls(int(match[1]), float(match[2]), match[3] is not None) if match else None
 
     @property

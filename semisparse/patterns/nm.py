@@ -66,7 +66,7 @@ class NM(Windowed):
 
     @classmethod
     def parse(cls, text: str) -> NM | None:
-        match = re.fullmatch(r"(\d+):(\d+)", text)
+        match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
         return cls(int(match[1]), int(match[2])) if match else None
 
     def mask(self, scores: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Unstructured(Pattern):
 
     @classmethod
     def parse(cls, text: str) -> Unstructured | None:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)%(/row)?", text)
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%(/row)?", text)
         return cls(float(match[1]), match[2] is not None) if match else None
 
     @property

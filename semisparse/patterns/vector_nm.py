@@ -31,7 +31,7 @@ class VectorNM(Windowed):
 
     @classmethod
     def parse(cls, text: str) -> VectorNM | None:
-        match = re.fullmatch(r"(\d+):(\d+)v(\d+)", text)
+        match = re.fullmatch(r"([0-9]+):([0-9]+)v([0-9]+)", text)
         return cls(int(match[1]), int(match[2]), int(match[3])) if match else None
 
     def mask(self, scores: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def test_written_form_parses_back(pattern: Pattern):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8", "9:8", "0:4", "6-8", "8:32v0", "g16", "g0@50%", "100%", "-5%", "50%/col", "2:4:8"]
+    "text", ["", "8", "9:8", "0:4", "6-8", "8:32v0", "g16", "g0@50%", "100%", "-5%", "50%/col", "2:4:8", "２:４"]
 )
 def test_unreadable_text_is_refused(text: str):
     with pytest.raises(PatternError):
