@@ -20,7 +20,7 @@ def test_a_programming_error_below_transformers_is_a_fault(tmp_path: Path, monke
     path = write_directory("whole", tmp_path)
     monkeypatch.setattr("semisparse.integrations.transformers.model_layers", lambda *_: None)
     kind, detail = refused(error_of(path))
-    assert kind == "hidden AttributeError"
+    assert kind == "hidden TypeError"
     assert kind not in SOUND
     assert "transformers.py" in detail
 
