@@ -56,7 +56,6 @@ UNPACKING_SECONDS = 5.4e-11
 """Expanding a weight of a bank for a candidate: 13 candidates of eight decoder layers took 1.77 s
 (results/h200/bits3-marks.csv), 0.64 of it for matmuls."""
 
-
 MOST_TUNED = 3
 """Models that ``tune=bqpo`` trains after a joint search at most, to compare them: its result and two finalists."""
 

@@ -199,9 +199,7 @@ def _end_to_end_bytes(
         host += PREDICTION_BYTES * _tokens(batches)
         wide = 4 * whole // model.dtype.itemsize  # in float32
         compute = wide if device.type == "cpu" else whole
-        if (
-            plan.tune == "bqpo+distil"
-        ):  # what is trained: a copy of the model, its gradients, two moments, the best weights
+        if plan.tune == "bqpo+distil":  # trained: a copy of the model, its gradients, two moments, the best weights
             compute = max(compute, 5 * wide)
     return host, compute
 
