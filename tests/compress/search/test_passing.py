@@ -28,7 +28,7 @@ def test_scores_are_those_of_a_whole_model(architecture: str):
         candidate = tuple(rng.choice(list(layer.patterns)) for layer in space)
         passing.begin()
         for index, layer in enumerate(decoder_layers(model)[1]):
-            dense, pruned = copy.deepcopy(layer).float(), copy.deepcopy(layer).float()
+            dense, pruned = (copy.deepcopy(layer).to(DEVICE, torch.float32) for _ in range(2))
             for linear, level in zip(space, candidate, strict=True):
                 if linear.decoder_layer == index:
                     weight = weight_of(pruned.get_submodule(linear.name_in_layer))
