@@ -1,6 +1,6 @@
 """A server of vLLM, and what `vllm bench serve` measures of it; `benchmarks/vllm_speed.py` runs both in processes.
 
-Requests are of token ids, drawn as in `benchmarks/vllm_engine.py`; they arrive as a Poisson process.
+Requests are of token ids, drawn as in `benchmarks/vllm_requests.py`; they arrive as a Poisson process.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_cache import use_shared_cache
-from vllm_engine import MEAN_OUTPUT, MEAN_PROMPT, chat_lengths, requests_of
 from vllm_process import Turn
+from vllm_requests import MEAN_OUTPUT, MEAN_PROMPT, chat_lengths, requests_of
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,10 @@ from typing import Any
 
 from vllm_cache import shared_cache
 from vllm_checkpoints import COLUMNS, INT4, MODELS, RIVALS, config_of, write_dense, write_ours
-from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, BusyRow, ProfileRow, PromptKernelRow, Row, measure_engine
+from vllm_engine import BATCHES, ENGINE, VARIANTS, WHOLE, Row, measure_engine
 from vllm_process import Child, Turn, end_all
+from vllm_profiler import BusyRow, ProfileRow
+from vllm_prompts import PromptKernelRow
 from vllm_serve import ServeRow, measure_server, run_server
 
 WAIT_S = {"written": 90, "prepared": 30, "done": 120}
