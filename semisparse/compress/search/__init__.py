@@ -34,7 +34,6 @@ ALGORITHMS: dict[str, type[Algorithm]] = {"evolution": Evolution, "rheosparse": 
 """The algorithms over banks, by the value of the recipe's key `search`. Of its other values, ``profile`` is searched
 without a bank, and ``joint`` by joint.py."""
 
-
 PROFILE_TOKENS = 65_536
 """Calibration tokens on which ``search=profile`` prunes its candidates. The model is then pruned to the best candidate
 on all calibration tokens."""

@@ -282,15 +282,15 @@ class JointSearch:
         If ``best`` has no zeros either, another assignment without zeros is not expected to gain more from tuning.
         """
         losses, finalists = self._losses, dict[str, Assignment]()
-        plain, single = self._without_zeros, self.single_choice(best)
+        without_zeros, single = self._without_zeros, self.single_choice(best)
         has_zeros = not all(whole[pick] for whole, pick in zip(losses.without_zeros, best, strict=True))
         factor = HOPELESS if has_zeros else 1.0
-        if plain is not None and plain != best and losses.kl(plain) <= factor * losses.kl(best):
-            finalists["without zeros"] = plain
-        if single is not None and single != plain:
-            label = losses.best_uniform(self._limits)
-            assert label is not None
-            finalists[label.label] = single
+        if without_zeros not in (None, best) and losses.kl(without_zeros) <= factor * losses.kl(best):
+            finalists["without zeros"] = without_zeros
+        if single is not None and single != without_zeros:
+            choice = losses.best_uniform(self._limits)
+            assert choice is not None
+            finalists[choice.label] = single
         return finalists
 
     def single_choice(self, best: Assignment) -> Assignment | None:

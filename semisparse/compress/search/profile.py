@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LinearSpace
+from semisparse.compress.search.space import STAGE_STRIDES, Candidate, LinearSpace, kept_weights
 
 STEP = 6
 """Change of density, in 64ths, by which each factor's effect is measured."""
@@ -107,10 +107,10 @@ def fitted(space: Sequence[LinearSpace], shifts: Shifts, budget: int) -> Candida
     lowest, highest = -2.0 * 64 - max(wanted), 2.0 * 64 - min(wanted)
     for _ in range(60):
         middle = (lowest + highest) / 2
-        kept = sum(linear.kept[level] for linear, level in zip(space, _levels(space, wanted, middle), strict=True))
+        kept = kept_weights(space, _levels(space, wanted, middle))
         lowest, highest = (lowest, middle) if kept > budget else (middle, highest)
     levels = _levels(space, wanted, lowest)
-    room = budget - sum(linear.kept[level] for linear, level in zip(space, levels, strict=True))
+    room = budget - kept_weights(space, levels)
     rest = [_level(linear, by, lowest) - level for linear, by, level in zip(space, wanted, levels, strict=True)]
     for index in sorted(range(len(space)), key=lambda index: -rest[index]):
         kept_at, denser = space[index].kept, levels[index] + 1

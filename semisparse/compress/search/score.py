@@ -27,9 +27,8 @@ BATCHES = 16
 COMPARED = 2
 """Tokens that the finalists of a search are compared on, as a multiple of those that it scores candidates on."""
 
-
 HELD = 4
-"""Part of a GPU's free memory, as a divisor, that pruned weights may take there once they have been scored."""
+"""Pruned weights stay on a GPU, once they have been scored, in one of so many parts of its free memory."""
 
 
 class BatchScore(NamedTuple):
@@ -205,7 +204,8 @@ class Scorer:
         self.tokens_run = 0
         """Tokens that `score_all` has run so far, on all ranks, with padding; the passes of the dense model and of
         `set_parent` are not counted. Tokens that skip some decoder layers count in full."""
-        self._device, self._held, self._room = device, dict[tuple[str, int], MaskedWeight](), 0
+        self._device, self._room = device, 0
+        self._held: dict[tuple[str, int], MaskedWeight] = {}
         self._batches = self._begin(model, [ids.to(device) for ids in batches], device)
 
     def _begin(self, model: nn.Module, padded: Sequence[Tensor], device: torch.device) -> list[ScoringBatch]:

@@ -85,9 +85,9 @@ def search_space(layers: Sequence[DecoderLayer], reach: int, can_store: Callable
     return space
 
 
-def kept_weights(space: Sequence[LinearSpace], candidate: Candidate) -> int:
-    """Return the number of weights that a candidate keeps."""
-    return sum(linear.kept[level] for linear, level in zip(space, candidate, strict=True))
+def kept_weights(space: Sequence[LinearSpace], levels: Sequence[int]) -> int:
+    """Return the number of weights that a candidate's levels keep."""
+    return sum(linear.kept[level] for linear, level in zip(space, levels, strict=True))
 
 
 def switch_levels(

@@ -38,9 +38,7 @@ class StreamingScorer(Scorer):
     at_once = 256
 
     def _begin(self, model: nn.Module, padded: Sequence[Tensor], device: torch.device) -> list[ScoringBatch]:
-        self._device = device
-        self._layers = decoder_layers(model)[1]
-        self._names = decoder_layers(model)[0]
+        self._list_name, self._layers = decoder_layers(model)
         self._frame = frame_of(model, device)
         self._modules = list(decoder_layers(self._frame)[1])
         self._ids = [ids.clamp_min(0) for ids in padded]
@@ -128,7 +126,7 @@ class StreamingScorer(Scorer):
 
     def _linear(self, layer: nn.Module, number: int) -> nn.Module:
         linear = self._space[number]
-        return layer.get_submodule(linear.name.removeprefix(f"{self._names}.{linear.decoder_layer}."))
+        return layer.get_submodule(linear.name.removeprefix(f"{self._list_name}.{linear.decoder_layer}."))
 
     def _set(self, layer: nn.Module, number: int, level: int) -> Tensor:
         """Set a linear layer's weight to that of a level, and return the one it had."""
