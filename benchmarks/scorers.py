@@ -22,7 +22,8 @@ from semisparse.api import read_recipe
 from semisparse.bench.shapes import architecture
 from semisparse.compress import LayerReport, Ranks
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.search.bank import Bank, to_masked
+from semisparse.compress.search.bank import Bank
+from semisparse.compress.search.masked import to_masked
 from semisparse.compress.search.score import Scorer
 from semisparse.compress.search.space import search_space
 from semisparse.compress.search.streaming import StreamingScorer

@@ -29,8 +29,8 @@ from semisparse.compress import (
 )
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search import SearchResult
-from semisparse.compress.search.bank import MaskedWeight
 from semisparse.compress.search.joint import Finalist, JointResult
+from semisparse.compress.search.masked import MaskedWeight
 from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.score import padded_batches, split_sequences
 from semisparse.patterns import Pattern, parse_pattern

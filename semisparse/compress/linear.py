@@ -25,7 +25,7 @@ from semisparse.compress.prune import (
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport
 from semisparse.compress.routed import CalibratedLinear
-from semisparse.compress.search.bank import MaskedWeight, to_dense
+from semisparse.compress.search.masked import MaskedWeight, to_dense
 from semisparse.patterns import Pattern
 
 Compressed = tuple[str, Tensor, LayerReport]

@@ -37,7 +37,7 @@ from semisparse.compress.propagate import (
 from semisparse.compress.prune import can_share_rows
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import LayerReport, Progress
-from semisparse.compress.search.bank import MaskedWeight
+from semisparse.compress.search.masked import MaskedWeight
 from semisparse.compress.store import FinishedLayer, InPlace, LayerStore, OnFirstRank
 from semisparse.compress.trace import find_inputs
 from semisparse.compress.tune import (

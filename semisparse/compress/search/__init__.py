@@ -19,8 +19,9 @@ from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.anew import PrunedAnew
-from semisparse.compress.search.bank import MaskedWeight, build_bank, masked_from_json, masked_to_json, prune_densities
+from semisparse.compress.search.bank import build_bank, prune_densities
 from semisparse.compress.search.evolution import Evolution
+from semisparse.compress.search.masked import MaskedWeight, masked_from_json, masked_to_json
 from semisparse.compress.search.profile import REACH, most_candidates, search_profile
 from semisparse.compress.search.rheosparse import RheoSparse
 from semisparse.compress.search.score import Scorer, scoring_batches

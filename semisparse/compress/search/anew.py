@@ -20,13 +20,8 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import DecoderLayer
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
-from semisparse.compress.search.bank import (
-    MaskedWeight,
-    build_bank,
-    masked_from_json,
-    masked_to_json,
-    prune_densities,
-)
+from semisparse.compress.search.bank import build_bank, prune_densities
+from semisparse.compress.search.masked import MaskedWeight, masked_from_json, masked_to_json
 from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.space import Candidate, LinearSpace
 from semisparse.compress.search.together import prune_side_by_side

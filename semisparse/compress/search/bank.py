@@ -1,7 +1,4 @@
-"""The bank: every linear layer's weight, pruned to every level before the search (RheoSparse, section III B).
-
-Weights are stored as a bit mask and non-zero values, or as codes; a candidate's weights are expanded from them.
-"""
+"""The bank: every linear layer's weight, pruned to every level before the search (RheoSparse, section III B)."""
 
 from __future__ import annotations
 
@@ -9,15 +6,14 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.journal import Journal, report_from_json, report_to_json
+from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import (
     Activations,
     DecoderLayer,
@@ -27,109 +23,22 @@ from semisparse.compress.propagate import (
     linears_with_statistics,
     propagate,
 )
-from semisparse.compress.prune import PrunedLayer, Statistics, prune_levels
+from semisparse.compress.prune import Statistics, prune_levels
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.report import LayerReport, Progress
+from semisparse.compress.report import Progress
 from semisparse.compress.routed import CalibratedLinear
+from semisparse.compress.search.masked import (
+    MaskedWeight,
+    masked_from_json,
+    masked_layer,
+    masked_to_json,
+    to_dense,
+)
 from semisparse.compress.search.space import Candidate, LinearSpace
 from semisparse.nn import weight_of
-from semisparse.patterns import Pattern
-from semisparse.quant.group import GroupScales
-
-
-class MaskedWeight(NamedTuple):
-    """A pruned weight, stored as a mask and values, or if it is quantised as codes.
-
-    Args:
-        mask: [ceil(N K / 8)] uint8, one bit per weight, the lowest bit first; empty if all weights come from codes.
-        values: [kept] in the model's dtype, the non-zero weights in row-major order. With codes uint8: those of all
-            groups, of ``report.scales``; two in a byte if they have up to 4 bits, the first in the lower half.
-        report: how the weight was pruned.
-    """
-
-    mask: Tensor
-    values: Tensor
-    report: LayerReport
-
-    def to(self, device: torch.device) -> MaskedWeight:
-        """Copy it to a device, to a GPU without waiting for what that still computes."""
-        scales = self.report.scales
-        if scales:
-            scales = replace(scales, scale=_copied(scales.scale, device), zero=_copied(scales.zero, device))
-        report = replace(self.report, scales=scales)
-        return MaskedWeight(_copied(self.mask, device), _copied(self.values, device), report)
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes, without those of the scales."""
-        return self.mask.nbytes + self.values.nbytes
-
 
 Bank = dict[str, dict[int, MaskedWeight]]
 """Pruned weights by module name of the linear layer and by level: in host memory, or mapped from the journal."""
-
-
-def to_masked(weight: Tensor, report: LayerReport) -> MaskedWeight:
-    """Store a weight [N, K] with few bytes, on the CPU."""
-    mask, values = _coded(weight, report.scales) or _masked(weight)
-    scales = report.scales and report.scales.to(torch.device("cpu"))
-    return MaskedWeight(mask.cpu(), values.cpu(), replace(report, scales=scales))
-
-
-def _masked(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight's mask and non-zero values."""
-    flat = weight.contiguous().view(-1)
-    mask = flat != 0
-    return _bits(mask), flat[mask]
-
-
-def _bits(mask: Tensor) -> Tensor:
-    """Return a flat mask with 8 weights in a byte."""
-    bits = torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8)
-    return (bits << _bit_positions(mask.device)).sum(1, dtype=torch.uint8)
-
-
-def _coded(weight: Tensor, scales: GroupScales | None) -> tuple[Tensor, Tensor] | None:
-    """Return a quantised weight's mask and codes; None where they do not give exactly this weight."""
-    if scales is None or scales.scale.dtype != weight.dtype:
-        return None
-    codes = scales.codes(weight)
-    values = scales.values(codes).flatten(1)[:, : weight.shape[1]]
-    kept = weight != 0
-    if not torch.equal(values * kept, weight):
-        return None
-    needs_mask = bool((values != 0).logical_and(~kept).any())
-    mask = _bits(kept.flatten()) if needs_mask else torch.empty(0, dtype=torch.uint8)
-    flat = codes.flatten()
-    if scales.bits > 4:
-        return mask, flat
-    low, high = torch.nn.functional.pad(flat, (0, len(flat) % 2)).view(-1, 2).unbind(1)
-    return mask, low | high << 4
-
-
-def to_dense(masked: MaskedWeight, like: Tensor) -> Tensor:
-    """Expand a masked weight to the shape, dtype and device of ``like``."""
-    packed_mask, values, report = masked.to(like.device)
-    mask, scales = None, report.scales
-    if len(packed_mask):
-        bits = (packed_mask[:, None] >> _bit_positions(like.device)) & 1
-        mask = bits.flatten()[: like.numel()].bool()
-    if scales is None or values.dtype != torch.uint8:
-        assert mask is not None
-        weight = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-        # Unlike weight[mask] = values, this does not wait for the GPU to count the mask's bits.
-        return weight.masked_scatter_(mask, values.to(like.dtype)).view(like.shape)
-    groups = scales.scale.shape
-    if scales.bits <= 4:
-        values = torch.stack((values & 15, values >> 4), 1).flatten()[: groups.numel() * scales.size]
-    weight = scales.values(values.view(*groups, scales.size)).flatten(1)[:, : like.shape[1]].to(like.dtype)
-    return weight + 0 if mask is None else weight.masked_fill(~mask.view(like.shape), 0)  # 0 + -0 is 0
-
-
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of a bank to a device, to a GPU without waiting for what it still computes."""
-    pins = device.type == "cuda" and not tensor.is_cuda and tensor.numel() > 0
-    return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
 
 class Levels(Protocol):
@@ -321,14 +230,6 @@ def prune_densities(
     return result
 
 
-def masked_layer(name: str, pattern: Pattern, layer: PrunedLayer, dtype: torch.dtype, seconds: float) -> MaskedWeight:
-    """Cast a pruned weight to ``dtype``, and store it with its report."""
-    weight = layer.weight.to(dtype)
-    density = int(weight.count_nonzero()) / weight.numel()
-    report = LayerReport(name, str(pattern), density, layer.error, layer.outcome, seconds, layer.scales)
-    return to_masked(weight, report)
-
-
 def _save(journal: Journal, index: int, number: int, pruned: Mapping[str, Mapping[int, MaskedWeight]]) -> None:
     tensors: dict[str, Tensor] = {}
     layers = [
@@ -352,19 +253,3 @@ def _bank_of(tensors: dict[str, Tensor], notes: Any) -> Bank:
         name, level = layer["report"]["name"], layer["level"]
         pruned.setdefault(name, {})[level] = masked_from_json(layer["report"], tensors, f"{name} {level}")
     return pruned
-
-
-def masked_to_json(masked: MaskedWeight, tensors: dict[str, Tensor], key: str) -> dict[str, Any]:
-    """Return a masked weight's report as JSON values, and add its tensors to ``tensors``, named after ``key``."""
-    tensors |= {f"{key} mask": masked.mask, f"{key} values": masked.values}
-    return report_to_json(masked.report, tensors, key)
-
-
-def masked_from_json(notes: Mapping[str, Any], tensors: dict[str, Tensor], key: str) -> MaskedWeight:
-    """Return the masked weight that `masked_to_json` wrote, and remove its tensors from ``tensors``."""
-    mask, values = tensors.pop(f"{key} mask"), tensors.pop(f"{key} values")
-    return MaskedWeight(mask, values, report_from_json(notes, tensors, key))
-
-
-def _bit_positions(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)

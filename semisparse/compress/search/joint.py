@@ -24,9 +24,9 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.allocate import Unreachable
-from semisparse.compress.search.bank import MaskedWeight
 from semisparse.compress.search.costs import Assignment
 from semisparse.compress.search.losses import ChoiceLosses
+from semisparse.compress.search.masked import MaskedWeight
 from semisparse.compress.search.units import OptionsOf
 from semisparse.errors import InputError
 from semisparse.patterns import Pattern, parse_pattern

@@ -22,9 +22,10 @@ from semisparse.compress.journal import Journal
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
-from semisparse.compress.search.bank import Bank, MaskedWeight, build_bank
+from semisparse.compress.search.bank import Bank, build_bank
 from semisparse.compress.search.costs import Assignment, UnitCosts
 from semisparse.compress.search.dominated import dominated
+from semisparse.compress.search.masked import MaskedWeight
 from semisparse.compress.search.score import COMPARED, BatchScore, Scorer, padded_batches, split_sequences
 from semisparse.compress.search.streaming import scorer_type
 from semisparse.compress.search.units import LinearChoices, OptionsOf, compress_every_way, find_units

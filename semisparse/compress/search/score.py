@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from semisparse.compress.decoder import copy_to, decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import float32_matmuls
-from semisparse.compress.search.bank import Bank, Levels, MaskedWeight, to_dense
+from semisparse.compress.search.bank import Bank, Levels
+from semisparse.compress.search.masked import MaskedWeight, to_dense
 from semisparse.compress.search.space import Candidate
 from semisparse.nn import swap_weight, weight_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from semisparse.compress.decoder import copy_to, decoder_layers, logits_after, record_calls
 from semisparse.compress.propagate import float32_matmuls
-from semisparse.compress.search.bank import to_dense
+from semisparse.compress.search.masked import to_dense
 from semisparse.compress.search.passing import frame_of
 from semisparse.compress.search.score import BatchScore, Own, Scored, Scorer, ScoringBatch, scoring_batch
 from semisparse.compress.search.space import Candidate

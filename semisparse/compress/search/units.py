@@ -14,7 +14,7 @@ from semisparse.compress.decoder import record_calls
 from semisparse.compress.propagate import DecoderLayer
 from semisparse.compress.prune import PrunedLayer, Statistics, prune_kinds
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.search.bank import MaskedWeight, masked_layer
+from semisparse.compress.search.masked import MaskedWeight, masked_layer
 from semisparse.compress.trace import RoutedLayers, find_inputs
 from semisparse.patterns import NO_ZEROS, parse_pattern
 from semisparse.quant.symmetric import DTYPES, fake_quantise_rows

@@ -15,7 +15,8 @@ from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.prune import order
 from semisparse.compress.search import bank as bank_module
-from semisparse.compress.search.bank import Bank, build_bank, prune_densities, to_dense, to_masked
+from semisparse.compress.search.bank import Bank, build_bank, prune_densities
+from semisparse.compress.search.masked import to_dense, to_masked
 from semisparse.compress.search.space import search_space
 from semisparse.nn import weight_of
 from semisparse.quant.group import scales_of

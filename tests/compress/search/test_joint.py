@@ -13,10 +13,10 @@ import torch
 from semisparse.compress import Choice, Journal, Option, Recipe
 from semisparse.compress.search import joint, losses
 from semisparse.compress.search.allocate import Unreachable
-from semisparse.compress.search.bank import MaskedWeight, to_dense
 from semisparse.compress.search.dominated import costs_no_more
 from semisparse.compress.search.joint import JointResult, JointSearch, search_choices
 from semisparse.compress.search.losses import ChoiceLosses
+from semisparse.compress.search.masked import MaskedWeight, to_dense
 from semisparse.compress.search.score import Scorer, split_sequences
 from semisparse.compress.search.units import LinearChoices
 from semisparse.errors import InputError

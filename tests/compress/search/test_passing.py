@@ -8,7 +8,7 @@ import torch
 
 from semisparse.compress.decoder import decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.search.bank import to_dense
+from semisparse.compress.search.masked import to_dense
 from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.score import Scorer, scoring_batches
 from semisparse.nn import weight_of

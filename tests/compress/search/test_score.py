@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.propagate import list_decoder_layers
-from semisparse.compress.search.bank import Bank, to_masked
+from semisparse.compress.search.bank import Bank
+from semisparse.compress.search.masked import to_masked
 from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches, split_sequences
 from semisparse.compress.search.space import Candidate, LinearSpace, search_space
 from semisparse.nn import weight_of
