@@ -13,6 +13,12 @@ from semisparse.formats.base import Format, get_format, registry
 from semisparse.formats.kernel import Kernel, Problem
 from semisparse.patterns import parse_pattern
 
+EXAMPLE_PATTERNS = tuple(parse_pattern(text) for text in ("6:8", "32:64", "8:32v32", "g16@50%", "70%"))
+"""Patterns that kernels are tried with: one or two of each family."""
+
+SHAPE = (4096, 4096)
+"""N and K of the layer that kernels are tried with."""
+
 
 def list_formats() -> list[dict[str, Any]]:
     """Return a dict per format: its name, version and summary, the example patterns it accepts, and its kernels.
@@ -31,13 +37,6 @@ def list_formats() -> list[dict[str, Any]]:
         }
         for form in registry().values()
     ]
-
-
-EXAMPLE_PATTERNS = tuple(parse_pattern(text) for text in ("6:8", "32:64", "8:32v32", "g16@50%", "70%"))
-"""Patterns that kernels are tried with: one or two of each family."""
-
-SHAPE = (4096, 4096)
-"""N and K of the layer that kernels are tried with."""
 
 
 def _describe(form: Format, kernel: Kernel) -> dict[str, Any]:

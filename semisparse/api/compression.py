@@ -29,12 +29,10 @@ from semisparse.api.suitable import require_suitable
 from semisparse.api.takeover import kept_layers, leave_unrounded_dense, rounded_modules
 from semisparse.api.targets import (
     WORKLOADS,
-    beside_layers,
     check_targets,
     limits_of,
     machine_of,
-    menu,
-    options_of,
+    options_for,
     reached,
     written,
 )
@@ -142,12 +140,13 @@ def compress(
     plan = leave_unrounded_dense(plan, dense, rounded, stored)
     inputs = fingerprint(batches, plan, seed=seed, device=where)
     require_same(ranks, inputs | _machine_facts(where))
-    facts = (dense, list_decoder_layers(dense, plan, {}), plan, batches, where, ranks, offload)
+    layers = list_decoder_layers(dense, plan, {})
+    facts = (dense, layers, plan, batches, where, ranks, offload)
     needs, free = needs_of(*facts), free_memory(where, offload)
     streams = ranks.first(lambda: plan.searches_bank and not needs.fits(free))
     if streams:
         needs = needs_of(*facts, streams=True)
-    span = seconds_on_gpu(facts[1], plan, batches, machine_here(where), ranks, streams)
+    span = seconds_on_gpu(layers, plan, batches, machine_here(where), ranks, streams)
     inform(f"{needs}{duration(span)}")
     needs.check(free)
     tuning: list[dict[str, Any]] = []
@@ -283,8 +282,8 @@ def _run_recipe(
     Returns:
         The config block; on other ranks than the first it lacks the layers and ``rival``.
     """
-    together: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
-    run = together | {"journal": SharedJournal(journal, ranks) if journal else None, "streams": streams}
+    shared: dict[str, Any] = {"device": device, "progress": progress, "ranks": ranks, "offload": offload}
+    run = shared | {"journal": SharedJournal(journal, ranks) if journal else None, "streams": streams}
     # A joint search compares dense low bits itself, so no rivals are measured; nor are they if `format` excludes them.
     has_rivals = batches and plan.search != "joint" and ranks.is_first
     rivals = Rivals(model, plan, batches, device, progress) if has_rivals else None
@@ -298,7 +297,7 @@ def _run_recipe(
     layers = list_decoder_layers(model, plan, {})
     dense = dense_layers(model, plan, {layer.full_name(name) for layer in layers for name in layer.patterns})
     packed, compared = compress_chosen(
-        model, batches, plan, chosen, tuning, kept=kept, seed=seed, mapped=mapped, journal=journal, **together
+        model, batches, plan, chosen, tuning, kept=kept, seed=seed, mapped=mapped, journal=journal, **shared
     )
     settings = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION, "recipe": plan.to_dict()}
     search = result.metrics() | compared if result else None
@@ -318,11 +317,8 @@ def _search_choices(model: PreTrainedModel, batches: Sequence[Tensor], plan: Rec
     workloads = [key for key in targets if key in WORKLOADS]
     machine = machine_of(plan)
     many_tokens = machine is not None and machine.device == "cuda" and "prompt" in workloads
+    options = options_for(model, plan, workloads, machine, rounds=many_tokens)
     dtype = model.dtype
-    layers = list_decoder_layers(model, plan, {})
-    weights = sum(layer.weight(name).numel() for layer in layers for name in layer.patterns)
-    beside = beside_layers(model.config, weights, workloads, dtype, machine) if machine else {}
-    options = options_of(menu(plan, rounds_activations=many_tokens), workloads, dtype, machine, beside)
     try:
         return search_choices(model, batches, plan, options, limits_of(targets, dtype), **run)
     except Unreachable as error:

@@ -50,7 +50,7 @@ WAY_SECONDS = 1.1e-9
 
 PROBE_SECONDS = 4.6e-3
 """The first look, per column of the linear layers that it compresses in every way: 38 s for 8,192
-(results/h200/bits3-marks.csv). Most of it are patterns whose columns are pruned one by one."""
+(results/h200/bits3-marks.csv). Patterns whose columns are pruned one by one take most of it."""
 
 UNPACKING_SECONDS = 5.4e-11
 """Expanding a weight of a bank for a candidate: 13 candidates of eight decoder layers took 1.77 s

@@ -11,10 +11,9 @@ from typing import Any
 from semisparse import checkpoint
 from semisparse.api.loading import load_uncompressed
 from semisparse.api.sequences import Text, sequence_length
-from semisparse.api.targets import beside_layers, menu, options_of, written
+from semisparse.api.targets import options_for, written
 from semisparse.bench.machines import find_machine
 from semisparse.compress import Progress, Recipe, calibration_batches, split_decoder_experts, warn_if_fewer
-from semisparse.compress.propagate import list_decoder_layers
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.costs import Assignment
 from semisparse.compress.search.losses import ChoiceLosses
@@ -113,11 +112,7 @@ def frontier(
     warn_if_fewer(batches, samples)
     recipe = Recipe(pattern=NO_ZEROS)
     split_decoder_experts(dense, recipe)
-    choices = menu(recipe, rounds_activations=machine.device == "cuda")
-    layers = list_decoder_layers(dense, recipe, {})
-    weights = sum(layer.weight(name).numel() for layer in layers for name in layer.patterns)
-    beside = beside_layers(dense.config, weights, WORKLOADS, dense.dtype, machine)
-    options = options_of(choices, WORKLOADS, dense.dtype, machine, beside)
+    options = options_for(dense, recipe, WORKLOADS, machine, rounds=machine.device == "cuda")
     search = ChoiceLosses(dense, batches, recipe, options, seed=seed, device=where, progress=progress, journal=None)
     search.measure(search.costs.dense)
     points = []

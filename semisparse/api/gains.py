@@ -17,14 +17,13 @@ from semisparse.patterns import NO_ZEROS
 TOKENS = (1, 8, 32, 128, 512, 2048)
 """Tokens M at which a layer may gain."""
 
+Speedups = Mapping[str, tuple[float, ...] | None]
+"""By layer its speed-up over dense at each M of `TOKENS`; None if there is no prediction."""
+
 
 def machine_here(device: torch.device) -> Machine | None:
     """Return the GPU that ``device`` is, if gpus.yaml has it; nothing is measured for a line of a report."""
     return known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-Speedups = Mapping[str, tuple[float, ...] | None]
-"""By layer its speed-up over dense at each M of `TOKENS`; None if there is no prediction."""
 
 
 def speedups_of(layers: Mapping[str, Packed], machine: Machine) -> Speedups:

@@ -57,8 +57,10 @@ def inspect_directory(
 
 
 def _verified(path: str | Path, progress: Callable[[int, int], None] | None, layers: FileLayers) -> dict[str, Any]:
-    """Check tensors in a thread while transformers is imported, if it is needed, then all shapes: building a model
-    changes torch's default dtype, which the checks of tensors must not see."""
+    """Check tensors in a thread while transformers is imported, if it is needed, then all shapes.
+
+    The shapes come last: building a model changes torch's default dtype, which the checks of tensors must not see.
+    """
     from semisparse.checkpoint import describe, open_directory  # imports torch, not transformers
 
     directory = open_directory(path)  # imports the formats: two threads must not import modules that import each other
@@ -109,8 +111,9 @@ def _key(directory: ModelDirectory) -> bytes:
 
 
 def _shapes(directory: ModelDirectory) -> bytes:
-    """Return the shapes in the model, as JSON: those of packed layers (None for no linear layer) and of tensors, by
-    their names on disk.
+    """Return the shapes in the model, as JSON, by names on disk: of packed layers and of tensors.
+
+    A packed layer that is no linear layer in the model has None.
 
     Raises:
         CheckpointError: the model cannot be built, or one of its tensors is missing.

@@ -16,10 +16,8 @@ from semisparse.quant.group import KINDS as GROUP_KINDS
 DENSE_GROUPS = "g128@0%"
 """The pattern of dense low-bit weights, unless a recipe names another."""
 
-
 AUTO: Mapping[str, Any] = {"pattern": "0%", "prune": "sparsegpt", "search": "joint", "tune": "bqpo"}
 """The recipe ``auto``: each layer's pattern, bits and format are chosen such that the targets hold."""
-
 
 KEEP: Mapping[str, Any] = {"pattern": "0%", "prune": "none", "quant": "keep"}
 """The recipe ``keep``: store a model that another tool quantised with the quantised values that it has."""

@@ -91,7 +91,7 @@ def report_of(
     if target and search:
         dtype = next((packed.dtype for packed in layers.values()), torch.bfloat16)
         values = reached(target, {**search["predicted"], "bits": after / before}, dtype)
-    no_gain, slower = _losses(layers, machine) if machine else (None, None)
+    no_gain, slower = _gains(layers, machine) if machine else (None, None)
     return CompressionReport(
         layers=[_row(name, packed, block["layers"][name]) for name, packed in layers.items()],
         bytes_before=before,
@@ -121,7 +121,7 @@ def _row(name: str, packed: Packed, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, **shown, "bits_per_weight": packed.bits_per_weight}
 
 
-def _losses(layers: Mapping[str, Packed], machine: Machine) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def _gains(layers: Mapping[str, Packed], machine: Machine) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Return `CompressionReport.no_gain` and `CompressionReport.slower`."""
     speedups = speedups_of(layers, machine)
     never, slower = without_gain(speedups), slower_from(speedups)

@@ -98,8 +98,8 @@ class Rivals:
         layers = [DecoderLayer(f"{prefix}.{index}", module, {}) for index, module in enumerate(modules)]
         [log_probabilities] = self._log_probabilities(model, layers, [None])
         own = self._kl(log_probabilities)
-        able = [rival for rival in self._rivals if rival.bits <= bits and rival.kl < own]
-        return asdict(replace(min(able, key=lambda rival: rival.kl), own_kl=own)) if able else None
+        better = [rival for rival in self._rivals if rival.bits <= bits and rival.kl < own]
+        return asdict(replace(min(better, key=lambda rival: rival.kl), own_kl=own)) if better else None
 
     @property
     def _tokens(self) -> int:

@@ -8,11 +8,14 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from semisparse.bench.machines import Machine, find_machine
 from semisparse.bench.roofline import BASELINE, Candidate, estimate_matmul, modelled, problem_for
 from semisparse.bench.step import beside_seconds, in_engine
 from semisparse.compress import Choice, Option, Recipe
+from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.search.units import OptionsOf
 from semisparse.errors import InputError, RecipeError
 from semisparse.formats.base import registry
 from semisparse.patterns import NO_ZEROS, Group, parse_pattern
@@ -135,7 +138,6 @@ def options_of(
         beside: of `beside_layers`; None if the time of the layers alone is wanted.
     """
     names, shared = tuple(workloads), beside or {}
-
     candidates = [_candidate(choice) for choice in choices]
 
     @lru_cache(maxsize=1024)
@@ -169,6 +171,24 @@ def options_of(
     return options
 
 
+def options_for(
+    model: PreTrainedModel, recipe: Recipe, workloads: Sequence[str], machine: Machine | None, *, rounds: bool
+) -> OptionsOf:
+    """Return `options_of` for a model's layers, with the seconds of whole steps if there is a machine.
+
+    Args:
+        model: not yet compressed.
+        recipe: says which layers are compressed, and by which formats.
+        workloads: keys of `WORKLOADS` whose seconds are costs.
+        machine: that times are predicted for.
+        rounds: `menu`'s ``rounds_activations``.
+    """
+    layers = list_decoder_layers(model, recipe, {})
+    weights = sum(layer.weight(name).numel() for layer in layers for name in layer.patterns)
+    beside = beside_layers(model.config, weights, workloads, model.dtype, machine) if machine else {}
+    return options_of(menu(recipe, rounds_activations=rounds), workloads, model.dtype, machine, beside)
+
+
 def _candidate(choice: Choice) -> Candidate:
     return Candidate(choice.format, choice.pattern, {} if choice.quant == "none" else {"kind": choice.quant})
 
@@ -193,10 +213,8 @@ def _seconds(
         return in_engine(candidate, estimate.seconds, m, dtype, machine)
     errors = []
     for other in candidates:
-        if (other.format, other.options) == (
-            candidate.format,
-            candidate.options,
-        ) and other.pattern != candidate.pattern:
+        is_alike = (other.format, other.options) == (candidate.format, candidate.options)
+        if is_alike and other.pattern != candidate.pattern:
             timed, _ = estimate_matmul(other, m, n, k, dtype, machine)
             if timed.measured:
                 errors.append(timed.seconds / modelled(other, m, n, k, dtype, machine).seconds)
