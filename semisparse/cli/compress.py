@@ -163,7 +163,7 @@ def _show(title: str, report: CompressionReport) -> None:
     elif report.search:
         _show_search(report.search)
     _show_bytes(report)
-    _show_losses(report)
+    _show_rivals(report)
 
 
 def _show_layers(title: str, layers: list[dict[str, Any]]) -> None:
@@ -199,7 +199,7 @@ def _show_bytes(report: CompressionReport) -> None:
         console.print(f"on a GPU they take about {bytes_text(report.bytes_on_gpu)}")
 
 
-def _show_losses(report: CompressionReport) -> None:
+def _show_rivals(report: CompressionReport) -> None:
     """Say where a dense model would keep more, and where it would be as fast."""
     if report.rival:
         rival = report.rival

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
+from semisparse.cli.arguments import Device, Json, positive_integers
 from semisparse.cli.output import console, print_json
 
 
 def warm(
     model: Annotated[Path, typer.Argument(help="A model directory, dense or compressed.")],
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     batches: Annotated[str, typer.Option("--batch", help="Sequences per batch, comma-separated.")] = "1",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compile the kernels that generating with a model needs, so that later starts compile nothing.
 
@@ -23,7 +24,6 @@ def warm(
     Example: `semisparse warm out`
     """
     from semisparse.api.start import importing
-    from semisparse.cli.arguments import positive_integers
 
     counts = positive_integers(batches, "--batch")
     with importing(model, device):
@@ -31,7 +31,7 @@ def warm(
 
     engine = Engine(model, device=device, bare=True)
     seconds = engine.warm(counts)
-    if json:
+    if as_json:
         print_json({"compile_seconds": seconds, "load_seconds": engine.load_seconds})
         return
     console.print(f"compiled in {seconds:.1f} s; loading took {engine.load_seconds:.1f} s")

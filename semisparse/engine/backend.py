@@ -17,7 +17,7 @@ from semisparse.engine.draft_model import DraftModel
 from semisparse.engine.ops import greedy_step, move_on
 from semisparse.engine.prompts import SHORT_TOKENS, Prompts
 from semisparse.engine.sampling import Sampling, choose
-from semisparse.engine.speculation import Verifier, look_up, speculated
+from semisparse.engine.speculation import Propose, Verifier, look_up_all, speculated
 from semisparse.engine.state import State
 from semisparse.errors import InputError
 from semisparse.formats.kernel import bucket_of
@@ -33,7 +33,6 @@ AHEAD = 8
 CACHE_GRAIN = 256
 """A cache's length is rounded up to a multiple of this many positions, at most to the model's context. One captured
 step serves all texts that fit the cache."""
-
 
 FIXED_BATCH = {"cuda": 16, "cpu": 1}
 """Sequences per pass of a decode step with ``deterministic_batch``. On a GPU 16 tokens take 1.1 to 1.4 times as long as
@@ -154,7 +153,7 @@ class DecoderBackend(Backend):
         state, logits = self.begin(prompts, positions)
         self._choose(logits, state, sampling)
         if proposals:
-            propose = look_up
+            propose: Propose = look_up_all
             if self._draft:
                 draft = DraftModel(self._draft)
                 draft.begin(prompts, positions)

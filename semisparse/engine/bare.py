@@ -20,7 +20,8 @@ from semisparse.errors import CheckpointError, SemisparseError
 from semisparse.nn import SparseLinear, join_layers
 
 READERS = 4
-"""Threads that copy weights to the device: 3.76 GB took 0.8 s from the page cache to an H200 (h200/start.csv)."""
+"""Threads that copy weights to the device: 3.76 GB took 0.8 s from the page cache to an H200
+(results/h200/start.csv)."""
 
 
 class BareNorm(nn.Module):
@@ -153,7 +154,8 @@ def load_bare(directory: ModelDirectory, blueprint: Blueprint, device: torch.dev
         if f"{layer}.{name}" in directory.headers
     }
     missing = Counter(owners.values())
-    # Layers are checked while others are read: all checks take 1.0 s of a 7B's ec_csr start (h200/start-parts.csv).
+    # Layers are checked while others are read: all checks take 1.0 s of a 7B's ec_csr start
+    # (results/h200/start-parts.csv).
     for name, tensor in _read(directory, device, model.dtype):
         tensors[name] = tensor
         if name in owners:

@@ -113,7 +113,7 @@ def recorded(path: Path, device: torch.device, dtype: torch.dtype | None) -> Blu
     Args:
         path: the model directory.
         device: where the model is to run.
-        dtype: dtype that the engine was asked for.
+        dtype: dtype that the engine was given, or None.
     """
     try:
         content = lookup(FOLDER, _key(path, device, dtype))
@@ -157,11 +157,8 @@ def blueprint_of(model: PreTrainedModel, structure: Structure, tokenizer: str, e
     if names.get(id(head)) != "lm_head" or type(embedding) is not nn.Embedding or not isinstance(frequencies, Tensor):
         return None
     scaling = float(getattr(rotary, "attention_scaling", 1.0))
-    own = (
-        copy.deepcopy(structure.rotary),
-        Rotary(frequencies.float(), scaling),
-    )  # a call may change transformers' module
-    if not _same_tables(structure, *own):
+    # A call may change transformers' module, so its copy is called.
+    if not _same_tables(structure, copy.deepcopy(structure.rotary), Rotary(frequencies.float(), scaling)):
         return None
     linears, norms = _parts(structure)
     weight = embedding.get_parameter("weight")

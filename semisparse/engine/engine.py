@@ -160,9 +160,8 @@ class Engine:
                 raise InputError(f"{needing} needs the engine's own code: {error}") from error
             self.note = f"{type(model).__name__} runs through transformers' own code: {error}"
             warnings.warn(self.note, stacklevel=3)
-            from semisparse.engine.transformers_backend import (
-                TransformersBackend,
-            )  # imports transformers' model classes
+            # Imports transformers' model classes.
+            from semisparse.engine.transformers_backend import TransformersBackend
 
             return TransformersBackend(model)
         if draft and draft.vocabulary != backend.vocabulary:

@@ -25,7 +25,8 @@ captured (dense) and 4.5 instead of 15.1 (int8), 4,096 only 3 to 20 % less (H200
 
 GRAIN = 128
 """A batch of more than `SHORT_TOKENS` is padded to a multiple of about so many tokens; tiles of GEMMs have 128 or more.
-Where the GPU decides, it costs up to 7 % (1,025 tokens), most often 1 % (H200, sweeps/captured-prompts-padding.csv)."""
+Where the GPU decides, it costs up to 7 % (1,025 tokens), most often 1 % (H200,
+results/h200/sweeps/captured-prompts-padding.csv)."""
 
 MAX_GRAPHS = 64
 """Most graphs that are kept; the one that was used longest ago is dropped."""

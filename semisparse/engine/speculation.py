@@ -19,7 +19,7 @@ NGRAMS = (3, 2, 1)
 """Lengths of the n-grams at the text's end that are looked up, the longest first."""
 
 
-def propose(tokens: Sequence[int], count: int) -> list[int]:
+def look_up(tokens: Sequence[int], count: int) -> list[int]:
     """Return up to ``count`` draft tokens: those that followed when the text's last n-gram occurred before.
 
     The lengths in `NGRAMS` are tried in order; the first n-gram that also occurs earlier is taken, and of its earlier
@@ -86,9 +86,9 @@ Propose = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
 """(texts, count) -> up to ``count`` draft tokens for each text."""
 
 
-def look_up(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Return what `propose` returns for each text."""
-    return [propose(text, count) for text in texts]
+def look_up_all(texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Return what `look_up` returns for each text."""
+    return [look_up(text, count) for text in texts]
 
 
 def speculated(

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from semisparse.engine import Engine, Sampling, backend
 from semisparse.engine.backend import DecoderBackend
-from semisparse.engine.speculation import Verifier, propose, speculated
+from semisparse.engine.speculation import Verifier, look_up, speculated
 from semisparse.engine.transformers_backend import TransformersBackend
 from semisparse.errors import InputError, SemisparseError
 from tests.models import SHARED, byte_tokenizer, random_model
@@ -282,7 +282,7 @@ def test_a_finished_sequence_stays_within_the_positions_of_the_batch():
 
 
 def test_proposals_are_what_followed_before():
-    assert propose([1, 2, 3, 4, 1, 2], 2) == [3, 4]
-    assert propose([1, 2, 3, 9, 2, 3, 7, 2, 3], 3) == [7, 2, 3]
-    assert propose([1, 2, 3], 4) == []
-    assert propose([5], 4) == []
+    assert look_up([1, 2, 3, 4, 1, 2], 2) == [3, 4]
+    assert look_up([1, 2, 3, 9, 2, 3, 7, 2, 3], 3) == [7, 2, 3]
+    assert look_up([1, 2, 3], 4) == []
+    assert look_up([5], 4) == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from semisparse.engine.speculation import NGRAMS, propose
+from semisparse.engine.speculation import NGRAMS, look_up
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from semisparse.engine.speculation import NGRAMS, propose
 )
 def test_what_followed_the_same_tokens_before_is_proposed(tokens: list[int], count: int, expected: list[int]):
     assert max(NGRAMS) == 3
-    assert propose(tokens, count) == expected
+    assert look_up(tokens, count) == expected
