@@ -139,6 +139,25 @@ class Decoder:
         Raises:
             InputError: no packed layer matches, or the copies do not fit the GPU's memory.
         """
+        projections = self._matching(model, patterns)
+        copied = [layer for projection in projections for layer in projection.copyable.values()]
+        needed = sum(DenseCopy.bytes_of(layer, self.dtype) for layer in copied)
+        free = free_memory(self.device) if self.device.type == "cuda" else needed
+        if needed > free:
+            raise InputError(
+                f"dense copies of {len(copied)} layers take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of GPU memory "
+                "are free: name fewer layers in keep_dense"
+            )
+        for projection in projections:
+            projection.keep_dense(self.dtype)
+        return needed
+
+    def _matching(self, model: nn.Module, patterns: Sequence[str]) -> list[Projection]:
+        """Return the projections all of whose modules match a pattern.
+
+        Raises:
+            InputError: a pattern, or all of them together, match no packed layer.
+        """
         names = {id(module): name for name, module in model.named_modules()}
         own = [
             names[id(module)]
@@ -155,28 +174,18 @@ class Decoder:
                 f"keep_dense is {', '.join(unmatched)}, which matches no packed layer; an example of a name is "
                 f"{names[id(self.layers[0].layer.down)]}"
             )
-        projections = [
+        matching = [
             projection
             for layer in self.layers
             for projection, modules in layer.modules_of_projections
             if all(any(fnmatchcase(names[id(module)], pattern) for pattern in patterns) for module in modules)
         ]
-        copied = [layer for projection in projections for layer in projection.copyable.values()]
-        if not copied:
+        if not any(projection.copyable for projection in matching):
             raise InputError(
                 f"keep_dense is {', '.join(patterns)}, which matches some of the layers on one input only: name all of "
                 "q_proj, k_proj and v_proj, or gate_proj and up_proj"
             )
-        needed = sum(DenseCopy.bytes_of(layer, self.dtype) for layer in copied)
-        free = free_memory(self.device) if self.device.type == "cuda" else needed
-        if needed > free:
-            raise InputError(
-                f"dense copies of {len(copied)} layers take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB of GPU memory "
-                "are free: name fewer layers in keep_dense"
-            )
-        for projection in projections:
-            projection.keep_dense(self.dtype)
-        return needed
+        return matching
 
     def compile(self, sequences: int, widths: Iterable[int], prompts: Sequence[int]) -> None:
         """Compile and load the GPU kernels of all matmuls, in parallel.
