@@ -15,6 +15,7 @@ import torch
 
 from semisparse.engine.backend import Backend, DecoderBackend
 from semisparse.engine.generation import Continuation, Generation, OnText
+from semisparse.engine.prompt_tokens import chat_prompt, decode, end_tokens, tokenize_all
 from semisparse.engine.recorded import load_recorded, record_decoder
 from semisparse.engine.sampling import Sampling
 from semisparse.engine.structure import UnknownStructureError
@@ -127,7 +128,7 @@ class Engine:
             self.backend = self._backend(self.model, draft_model, deterministic_batch, keep_dense)
         if bare and recorded is None and isinstance(self.backend, DecoderBackend):
             record_decoder(
-                Path(str(model)), dtype, self.model, self.backend.decoder, self.tokenizer, self._end_tokens()
+                Path(str(model)), dtype, self.model, self.backend.decoder, self.tokenizer, end_tokens(self.model)
             )
         self.dense_bytes = getattr(self.backend, "dense_bytes", 0)
         self._warm: set[Hashable] = set()
@@ -192,9 +193,10 @@ class Engine:
         The arguments are those of `generate`; ``others`` are ignored.
         """
         sampling = sampling or Sampling()
-        tokenized = self._tokenized_batch(prompts)
+        tokenized = self._tokens(prompts)
+        self._check_room(tokenized, max_new_tokens)
         with self._alone():
-            return self._compile(tokenized, self._room(tokenized, max_new_tokens), sampling, proposals)
+            return self._compile(tokenized, max_new_tokens, sampling, proposals)
 
     def warm(self, batches: Sequence[int] = (1,)) -> float:
         """Compile and capture what batches of these sizes need for short and long prompts; return the seconds it took.
@@ -214,7 +216,7 @@ class Engine:
 
     def echo(self, prompt: str) -> str:
         """Return the text with which `Generation.text` begins for a prompt: the prompt without special tokens."""
-        return self._decoded(self._tokenized(prompt))
+        return self._decoded(self._tokens([prompt])[0])
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> str:
         """Return a conversation as a prompt, by the tokenizer's chat template.
@@ -222,16 +224,7 @@ class Engine:
         Raises:
             InputError: the tokenizer has no chat template, or it refuses the conversation.
         """
-        if self.tokenizer is None or self.tokenizer.chat_template is None:
-            raise InputError("the model's tokenizer has no chat template: it was not trained for conversations")
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except MemoryError:
-            raise
-        except Exception as error:  # a template is a program of the model's author
-            raise InputError(
-                f"the tokenizer's chat template refuses the conversation: {type(error).__name__}: {error}"
-            ) from error
+        return chat_prompt(self.tokenizer, messages)
 
     def generate(
         self,
@@ -263,10 +256,10 @@ class Engine:
         if isinstance(stop, str):
             raise InputError(f"stop is the text {stop[:99]!r}, expected a list of texts")
         sampling = sampling or Sampling()
-        tokenized = self._tokenized_batch(prompts, special_tokens)
-        new = self._room(tokenized, max_new_tokens)
+        tokenized = self._tokens(prompts, special_tokens)
+        self._check_room(tokenized, max_new_tokens)
         with self._alone():
-            return self._run(tokenized, new, sampling, stop, proposals, on_text)
+            return self._run(tokenized, max_new_tokens, sampling, stop, proposals, on_text)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -295,7 +288,7 @@ class Engine:
     ) -> list[Generation]:
         """Compile and run a batch, as `generate` does."""
         compile_seconds = self._compile(tokenized, new, sampling, proposals)
-        ends = self._end_tokens()
+        ends = end_tokens(self.model)
         continuations = [
             Continuation(TextStream(self._decoded, tokens, stop), ends, on_text and partial(on_text, number))
             for number, tokens in enumerate(tokenized)
@@ -323,66 +316,25 @@ class Engine:
             for tokens, continuation in zip(tokenized, continuations, strict=True)
         ]
 
-    def _end_tokens(self) -> set[int]:
-        """Return the tokens that end a text: those of generation_config.json, or else of config.json.
-
-        Raises:
-            InputError: the file holds anything else.
-        """
-        ends = getattr(self.model.generation_config, "eos_token_id", None)
-        if ends is None:
-            ends = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        listed = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
-        for end in listed:
-            if not isinstance(end, int) or isinstance(end, bool):
-                raise InputError(
-                    f"eos_token_id holds {str(end)[:99]!r} in generation_config.json or config.json, expected a token's"
-                    " number or a list of them"
-                )
-        return set(listed)
+    def _tokens(self, prompts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
+        return tokenize_all(self.tokenizer, prompts, self.backend.vocabulary, special_tokens)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            raise InputError("the model has no tokenizer; give one to Engine")
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return decode(self.tokenizer, tokens)
 
-    def _tokenized_batch(self, prompts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
-        if isinstance(prompts, str) or not prompts:
-            raise InputError(f"prompts is {'one text' if prompts else 'empty'}, expected a list of one text or more")
-        return [self._tokenized(prompt, special_tokens) for prompt in prompts]
-
-    def _tokenized(self, prompt: str, special_tokens: bool = True) -> list[int]:
-        if self.tokenizer is None:
-            raise InputError("the model has no tokenizer; give one to Engine")
-        if not isinstance(prompt, str):
-            raise InputError(f"a prompt is {type(prompt).__name__}, expected text")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):  # Python decodes invalid UTF-8 to these
-            raise InputError("a prompt is not valid UTF-8 text")
-        tokens = list(self.tokenizer(prompt, add_special_tokens=special_tokens).input_ids)
-        if not tokens:
-            raise InputError("a prompt is empty; give at least one token of text")
-        outside = [token for token in tokens if not 0 <= token < self.backend.vocabulary]
-        if outside:
-            raise InputError(
-                f"the tokenizer gives token {outside[0]}, the model knows {self.backend.vocabulary} tokens: "
-                "they do not belong together"
-            )
-        return tokens
-
-    def _room(self, tokenized: Sequence[Sequence[int]], wanted: int) -> int:
-        """Return ``wanted``, the new tokens per prompt, if the model's context has room for them.
+    def _check_room(self, tokenized: Sequence[Sequence[int]], new: int) -> None:
+        """Check that the model's context has room for so many new tokens per prompt.
 
         Raises:
-            InputError: it has not, or ``wanted`` is below 1.
+            InputError: it has not, or ``new`` is below 1.
         """
-        if wanted < 1:
-            raise InputError(f"max-new-tokens is {wanted}; ask for at least 1")
+        if new < 1:
+            raise InputError(f"max-new-tokens is {new}; ask for at least 1")
         longest = max(map(len, tokenized))
-        if longest + wanted > self.backend.context:
+        if longest + new > self.backend.context:
             raise InputError(
-                f"{longest} prompt tokens and {wanted} new ones exceed the model's context of {self.backend.context}"
+                f"{longest} prompt tokens and {new} new ones exceed the model's context of {self.backend.context}"
             )
-        return wanted
 
     def _compile(self, tokenized: Sequence[Sequence[int]], new: int, sampling: Sampling, proposals: int) -> float:
         """Compile a batch's kernels and run up to two of its steps, unless done before; return the seconds it took."""

@@ -13,6 +13,7 @@ from semisparse.api import compress
 from semisparse.engine import Engine
 from semisparse.engine.bare import BareDecoder
 from semisparse.engine.blueprint import Blueprint, recorded
+from semisparse.engine.prompt_tokens import end_tokens
 from semisparse.errors import CheckpointError
 from semisparse.runtime.cache import cache_directory
 from tests.conftest import Run
@@ -67,7 +68,7 @@ def test_the_second_start_computes_the_same_bits(architecture: str, form: str, d
     assert torch.equal(logits_of(first), logits_of(second))
     texts = [[one.text for one in engine.generate(PROMPTS, 20)] for engine in (first, second)]
     assert texts[0] == texts[1]
-    assert first._end_tokens() == second._end_tokens()
+    assert end_tokens(first.model) == end_tokens(second.model)
     assert not isinstance(Engine(path, device=device).model, BareDecoder), "unless asked, the model is transformers'"
 
 
