@@ -27,7 +27,7 @@ from semisparse.api import read_recipe
 from semisparse.bench.shapes import architecture
 from semisparse.compress import Ranks, compress_decoder_layers
 from semisparse.compress.calibration import BATCH_TOKENS
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search import PROFILE_TOKENS
 from semisparse.compress.search.anew import PrunedAnew
 from semisparse.compress.search.profile import REACH

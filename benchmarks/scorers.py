@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from semisparse.api import read_recipe
 from semisparse.bench.shapes import architecture
 from semisparse.compress import LayerReport, Ranks
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search.bank import Bank
 from semisparse.compress.search.masked import to_masked
 from semisparse.compress.search.score import Scorer

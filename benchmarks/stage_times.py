@@ -21,11 +21,12 @@ from semisparse.api.packed_layers import PackedLayers
 from semisparse.compress import pipeline, propagate
 from semisparse.compress.distributed.exchange import Exchange
 from semisparse.compress.distributed.ranks import SeveralRanks
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.prune import RunningSums, layer, problem
 
 COPY = "copy to the device"
 PARTS = (
-    (propagate.DecoderLayer, "copy", COPY),
+    (DecoderLayer, "copy", COPY),
     (propagate, "find_inputs", "tracing"),
     (propagate, "_sum_statistics", "forwards and sums"),
     (pipeline, "propagate", "last forwards"),

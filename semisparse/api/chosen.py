@@ -27,7 +27,7 @@ from semisparse.compress import (
     TuningResult,
     compress_decoder_layers,
 )
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search import SearchResult
 from semisparse.compress.search.joint import Finalist, JointResult
 from semisparse.compress.search.masked import MaskedWeight

@@ -56,7 +56,7 @@ from semisparse.compress import (
 )
 from semisparse.compress.distributed.ranks import local_rank, require_same
 from semisparse.compress.journal import PARTS, recorded_parts
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search import SearchResult, search_patterns
 from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.joint import JointResult, search_choices

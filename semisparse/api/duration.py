@@ -12,7 +12,7 @@ from torch import Tensor
 from semisparse.api.layer_times import LayerTimes
 from semisparse.bench.machines import Machine
 from semisparse.compress import Ranks, Recipe
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.prune.sparsegpt import UPDATE_COLUMNS
 from semisparse.compress.recipe import STORED
 from semisparse.compress.search import ALGORITHMS, PROFILE_TOKENS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from semisparse.bench.machines import Machine
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 
 PRODUCTS = 15
 """Matmuls [N, K] x [K, K] while a linear layer is pruned: 11 of conjugate gradients, 4 of goals and errors."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from semisparse.api.rivals import TOKENS
 from semisparse.api.targets import menu
 from semisparse.compress import Choice, Ranks, Recipe
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.search import PROFILE_TOKENS, sample
 from semisparse.compress.search.anew import TOGETHER
 from semisparse.compress.search.streaming import KEPT, STATES

@@ -18,7 +18,7 @@ from semisparse.api.takeover import Kept, pack_kept
 from semisparse.checkpoint import DIGESTS
 from semisparse.compress import Choice, FinishedLayer, Journal, LayerReport, Recipe
 from semisparse.compress.journal import report_from_json, report_to_json
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.formats import Packed
 from semisparse.formats.base import WeightSpec
 from semisparse.nn import replace_linear

@@ -18,7 +18,7 @@ from semisparse.api.recipe import read_recipe, recipes
 from semisparse.bench.roofline import Candidate, problem_for
 from semisparse.compress import Progress, Recipe
 from semisparse.compress.decoder import copy_to, decoder_layers, logits_after, record_calls
-from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
+from semisparse.compress.layers import DecoderLayer, list_decoder_layers
 from semisparse.formats import Packed
 from semisparse.integrations.transformers import sparse_layers
 from semisparse.nn import weight_of

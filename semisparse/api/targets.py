@@ -14,7 +14,7 @@ from semisparse.bench.machines import Machine, find_machine
 from semisparse.bench.roofline import BASELINE, Candidate, estimate_matmul, modelled, problem_for
 from semisparse.bench.step import beside_seconds, in_engine
 from semisparse.compress import Choice, Option, Recipe
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search.units import OptionsOf
 from semisparse.errors import InputError, RecipeError
 from semisparse.formats.base import registry

@@ -30,7 +30,6 @@ TOKENS_PER_INPUT = 256
 that on the calibration tokens in proportion to features / tokens, so narrow layers need fewer tokens
 (docs/decisions/calibration-size.md)."""
 
-
 NEEDS_CALIBRATION = (
     "compression needs calibration text: pruning, search and tuning measure errors on it "
     "(not needed if prune=none; nor if prune=magnitude, search=none and tune=none)"

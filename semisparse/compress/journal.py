@@ -33,6 +33,21 @@ FINGERPRINT = "fingerprint.json"
 PARTS = "parts of the sums"
 """The key of `Ranks.parts` in a fingerprint."""
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of dtypes in safetensors files."""
+
 
 def weights_digest(model: nn.Module) -> str:
     """Return a digest of a model's weights."""
@@ -63,22 +78,6 @@ def fingerprint(batches: Sequence[Tensor], recipe: Recipe, *, seed: int, device:
         "device": torch.device(device).type,
         "versions": f"semisparse {__version__} torch {torch.__version__} transformers {transformers.__version__}",
     }
-
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The names of dtypes in safetensors files."""
 
 
 class Journal:

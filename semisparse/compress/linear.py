@@ -12,7 +12,8 @@ from torch import Tensor
 
 from semisparse.compress.choice import Choice
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.propagate import DecoderLayer, errors_naming
+from semisparse.compress.layers import DecoderLayer
+from semisparse.compress.propagate import errors_naming
 from semisparse.compress.prune import (
     PrunedLayer,
     Rows,

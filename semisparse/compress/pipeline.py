@@ -16,6 +16,7 @@ from semisparse.compress.calibration import check_batches
 from semisparse.compress.choice import Choice
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.hidden_states import empty_states
+from semisparse.compress.layers import DecoderLayer, list_decoder_layers
 from semisparse.compress.linear import (
     Compressed,
     check_pruned,
@@ -27,11 +28,9 @@ from semisparse.compress.linear import (
 )
 from semisparse.compress.propagate import (
     Activations,
-    DecoderLayer,
     first_activations,
     float32_matmuls,
     linears_with_statistics,
-    list_decoder_layers,
     propagate,
 )
 from semisparse.compress.prune import can_share_rows

@@ -276,7 +276,7 @@ def read_targets(targets: Any) -> tuple[tuple[str, float], ...]:
             raise RecipeError(f"unknown target {key!r}; the known ones are: {', '.join(TARGETS)}")
         text = str(value).strip()
         try:
-            number = float(text.removesuffix("x") if key not in ("bits", "size") else text)
+            number = float(text if key in STORED else text.removesuffix("x"))
         except ValueError:
             number = math.nan
         if not 0 < number < math.inf or (key == "size" and number > 1):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.report import LayerReport
 
 

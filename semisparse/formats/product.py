@@ -27,6 +27,9 @@ from semisparse.runtime import cpp
 from semisparse.runtime.device import device_facts
 from semisparse.runtime.expand_gemm import Permutation, PermutedX
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""The dtypes of x. A bias may have another of these than x, and is cast."""
+
 
 def linear(x: Tensor, packed: Packed, bias: Tensor | None = None, kernel: str = "auto") -> Tensor:
     """Compute ``y = x @ w.T + bias`` with a packed weight.
@@ -125,10 +128,6 @@ def _require_memory(x: Tensor, packed: Packed, bias: Tensor | None) -> None:
                 f"the memory of x, the weight or the bias ({tensor.dtype} {list(tensor.shape)}) was freed: gather or "
                 "load it before the matmul"
             )
-
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes of x. A bias may have another of these than x, and is cast."""
 
 
 def _is_transformed() -> bool:

@@ -13,7 +13,7 @@ from semisparse.api.duration import Span, duration, seconds_on_gpu
 from semisparse.bench.machines import Machine, find_machine
 from semisparse.bench.shapes import architecture
 from semisparse.compress import Ranks, split_decoder_experts
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from tests.architectures import tiny_model
 from tests.models import byte_tokenizer, random_model
 

@@ -13,7 +13,7 @@ from semisparse.api.finalists import take_best
 from semisparse.api.packed_layers import PackedLayers
 from semisparse.compress import Choice, Recipe, compress_decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search.joint import Finalist, JointResult
 from semisparse.compress.search.passing import PassingScorer
 from semisparse.compress.search.score import scoring_batches, split_sequences

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from semisparse.compress import Recipe, compress_decoder_layers, routed
 from semisparse.compress.decoder import LayerCall
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.propagate import first_activations, linears_with_statistics, list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
+from semisparse.compress.propagate import first_activations, linears_with_statistics
 from semisparse.compress.prune import Statistics
 from semisparse.compress.trace import RoutedLayers, expert_of, find_inputs
 from semisparse.nn import split_experts, weight_of

@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from semisparse.compress import Recipe, dense_layers
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.staying_dense import reason_to_stay_dense
 from semisparse.nn import is_linear
 from tests.models import random_model

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from semisparse.compress.calibration import check_batches
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.anew import PrunedAnew

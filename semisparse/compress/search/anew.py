@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import build_bank, prune_densities

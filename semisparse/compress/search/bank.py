@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.propagate import (
     Activations,
-    DecoderLayer,
     errors_naming,
     first_activations,
     float32_matmuls,

@@ -19,7 +19,7 @@ from semisparse.compress.calibration import check_batches
 from semisparse.compress.choice import Choice
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.journal import Journal
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.report import Progress
 from semisparse.compress.search.bank import Bank, build_bank

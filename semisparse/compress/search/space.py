@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.patterns import Pattern
 
 STAGE_STRIDES = (4, 2, 1)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from semisparse.compress.distributed.ranks import Ranks
 from semisparse.compress.hidden_states import empty_states
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.propagate import (
     Activations,
-    DecoderLayer,
     dense_pass,
     errors_naming,
     first_activations,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from semisparse.compress.choice import Choice, Option
 from semisparse.compress.decoder import record_calls
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.prune import PrunedLayer, Statistics, prune_kinds
 from semisparse.compress.recipe import Recipe
 from semisparse.compress.search.masked import MaskedWeight, masked_layer

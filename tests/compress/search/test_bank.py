@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.prune import order
 from semisparse.compress.search import bank as bank_module
 from semisparse.compress.search.bank import Bank, build_bank, prune_densities

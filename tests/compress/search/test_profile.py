@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from semisparse.compress import Journal, compress_decoder_layers, search
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search import SearchResult, anew, search_patterns
 from semisparse.compress.search.profile import (
     DEPTH,

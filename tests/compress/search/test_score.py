@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search.bank import Bank
 from semisparse.compress.search.masked import to_masked
 from semisparse.compress.search.score import BATCHES, Scorer, scoring_batches, split_sequences

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from semisparse.compress import Journal, Recipe, compress_decoder_layers
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search import ALGORITHMS, SearchResult, search_patterns
 from semisparse.compress.search.score import BatchScore, Wanted
 from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from semisparse.compress.propagate import DecoderLayer
+from semisparse.compress.layers import DecoderLayer
 from semisparse.compress.search.space import STAGE_STRIDES, LinearSpace, kept_weights, search_space, switch_levels
 from semisparse.patterns import NM, Pattern, parse_pattern
 

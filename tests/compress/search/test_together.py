@@ -9,7 +9,7 @@ from torch import nn
 
 from semisparse.compress import Recipe
 from semisparse.compress.distributed.ranks import Ranks
-from semisparse.compress.propagate import list_decoder_layers
+from semisparse.compress.layers import list_decoder_layers
 from semisparse.compress.search import together
 from semisparse.compress.search.bank import build_bank, prune_densities
 from semisparse.compress.search.space import Candidate, LinearSpace, search_space

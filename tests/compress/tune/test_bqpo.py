@@ -23,7 +23,7 @@ from semisparse.compress import (
     fingerprint,
 )
 from semisparse.compress.decoder import LayerCall, record_calls
-from semisparse.compress.propagate import DecoderLayer, list_decoder_layers
+from semisparse.compress.layers import DecoderLayer, list_decoder_layers
 from semisparse.compress.trace import HookPoint, SharedInput, find_inputs
 from semisparse.compress.tune import bqpo, submodules_of, tune_decoder_layer, tune_submodules
 from semisparse.compress.tune.bqpo import Submodule
