@@ -20,6 +20,9 @@ MIN_SPEEDUP = 1.05
 MORE_MEMORY = 1.02
 """Ratio of the bits per weight in a GPU's memory to those in a file, above which `plan` has a sentence about it."""
 
+BOUND = {"memory": "reading the weights", "arithmetic": "arithmetic", "fixed time": "a kernel's fixed time"}
+"""What bounds a dense matmul, in words, by `Estimate.bound`."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -157,10 +160,6 @@ class Plan:
             return f"{start}; sparsity will not pay: the best, {label}, reaches {speedup:.2f}. {instead}."
         beside = f", {rival} up to {speedups[rival]:.2f} without zeros" if speedups[rival] >= MIN_SPEEDUP else ""
         return f"{start}; {label} may be up to {speedup:.2f} times as fast{beside}."
-
-
-BOUND = {"memory": "reading the weights", "arithmetic": "arithmetic", "fixed time": "a kernel's fixed time"}
-"""What bounds a dense matmul, in words, by `Estimate.bound`."""
 
 
 def make_plan(

@@ -23,7 +23,6 @@ SAMPLE_ROWS = 128
 """Rows of a random weight that are packed to predict the bytes of a whole weight, padding and metadata included. More
 rows take more time, and change only what is predicted for masks that differ by row, such as those of `ec_csr`."""
 
-
 SMALL = (64, 256)
 """N and K of the weight that is packed to check pack options. Every format can store this shape."""
 
@@ -111,9 +110,7 @@ def candidate_named(form: str, pattern: str | None = None, options: Mapping[str,
         return matching[0]
     candidate = replace(matching[0], options={**matching[0].options, **options})
     small = random_weight(parse_pattern(candidate.pattern), *SMALL, torch.bfloat16, "cpu")
-    get_format(form).pack(
-        small, candidate.pattern, **candidate.options
-    )  # refuses an unknown option before anything is timed
+    get_format(form).pack(small, candidate.pattern, **candidate.options)  # refuses an unknown option before any timing
     return candidate
 
 

@@ -21,7 +21,6 @@ ADAPTER = "adapter_config.json"
 READ_AHEAD = 1 << 26
 """Bytes that `read_ahead` asks for at a time."""
 
-
 SUFFIXES = frozenset((".json", ".jinja", ".txt", ".model", ".safetensors"))
 """Of the files that transformers and tokenizers may read."""
 

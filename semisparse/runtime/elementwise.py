@@ -30,7 +30,6 @@ SILU_MUL = CudaSource(
 THREADS = 256
 """Threads per CTA of silu_mul.cu and combine.cu."""
 
-
 PERMUTED_TILES = THREADS // 32
 """Column tiles per CTA of silu_mul.cu with PERMUTED: one per warp."""
 

@@ -198,7 +198,7 @@ def local_rank() -> int:
 
 
 def share_out(costs: Sequence[float], count: int) -> list[int]:
-    """Return the rank of each item: the dearest first, each to the rank with the least work so far."""
+    """Return the rank of each item: the costliest first, each to the rank with the least work so far."""
     loads, owners = [0.0] * count, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         owners[index] = loads.index(min(loads))

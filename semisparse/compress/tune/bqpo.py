@@ -27,7 +27,6 @@ SCALE_RATE = 8.0
 """Learning rate of scales and zero points of b bits, as a multiple of the weights' rate over 4^b: the more codes, the
 less may each of them move."""
 
-
 CODE_RATE = 0.4
 """Learning rate of the weights of a linear layer with at most 4 bits, as a fraction of that of others: a code changes
 by steps of its own size (docs/experiments/tuning.md)."""

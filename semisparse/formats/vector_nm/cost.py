@@ -13,7 +13,6 @@ from semisparse.formats.vector_nm.storage.disk import vectors_of
 ASSUMED_SMS = 128
 """SMs of the GPU that the cost is for. Only the tile of small matmuls depends on it."""
 
-
 WGMMA_UNPACKING = 13
 """Operations of `gemm_wgmma` per weight, kept or not."""
 

@@ -22,7 +22,6 @@ from semisparse.runtime.nvrtc import Defines
 RATES = Rates(expand_us=0.204, overlap=2.4)
 """Those of bitmask's values, which are expanded alike."""
 
-
 PAYS_MAX_TOKENS = 2048
 """M above which `unpack_tiles` is preferred. A prompt through 8 blocks took `gemm` 1.02 times dense's time for 2,048
 tokens, 1.09 for 4,096 and 1.08 for 8,192 (results/h200/blocks-ec_csr.csv)."""

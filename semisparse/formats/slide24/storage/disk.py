@@ -38,7 +38,6 @@ BAND_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
 """Bytes of weight packed at a time. Rows that fit a CPU's cache are packed twice as fast; on a GPU large bands need
 fewer launches."""
 
-
 ACCEPTED = "it stores keep:window with keep = window - 2 and an even window: 2:4, 4:6, 6:8, 8:10, ..."
 
 

@@ -27,8 +27,8 @@
 // A format defines a type Tiles, its weight:
 //   kTileBytes                        of a stage in shared memory
 //   Expander(tile, lane)              made of a tile's address in shared memory; expand<step>(fragment) is called step by step
-//   kFinds                            whether a tile's place has to be loaded first
-//   find(index, exists)               if so: begins to load where tile `index` is, a tile ahead of its copy
+//   kFinds                            whether a tile's offset has to be loaded first
+//   find(index), find_none()          if so: begins to load the offset of tile `index`, or of none, a tile ahead of its copy
 //   copy(to, index, exists, lane)     issues the copies of tile `index`, or of the one found last, if it exists
 //
 // Macros: SCALAR (__half or __nv_bfloat16), TILE_M (1, 8, 16, 32 or 64), WARPS_N, WARPS_K, STAGES, EXPERTS, and those of fusion.cuh.
@@ -125,7 +125,7 @@ struct WarpPipeline {
         }
     }
 
-    // The same, where all tiles are found before the first copy waits for its place.
+    // The same, but all offsets are requested before the first copy waits for its own.
     __device__ __forceinline__ void fill_found() {
         Tiles found[STAGES];
         const int first_group = group, first_column = column;

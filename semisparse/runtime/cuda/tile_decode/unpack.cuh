@@ -30,7 +30,7 @@ __device__ __forceinline__ void expand_tile(Expander& tile, Word dense) {
     if constexpr (step + 2 < kSteps) expand_tile<step + 2>(tile, dense);
 }
 
-// Begins to load where tile `index` is, if it exists and its place has to be loaded.
+// Begins to load the offset of tile `index`, if it exists and offsets have to be loaded.
 template <typename Tiles>
 __device__ __forceinline__ void find_tile(Tiles& tiles, int index, int tile_count) {
     if constexpr (Tiles::kFinds) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void unpack(Tiles tiles, unsigned short* w, int n, in
     const Word dense = base + WARPS * STAGES * Tiles::kTileBytes + warp * kDenseBytes;
     const int first = blockIdx.x * WARPS + warp;
     const Word ring = base + warp * STAGES * Tiles::kTileBytes;
-    Tiles found[STAGES];  // all tiles are found before the first copy waits for its place
+    Tiles found[STAGES];  // all offsets are requested before the first copy waits for its own
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
         found[i] = tiles;
