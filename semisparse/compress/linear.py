@@ -24,7 +24,7 @@ from semisparse.compress.prune import (
     require_finite,
 )
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.report import LayerReport
+from semisparse.compress.report import LayerReport, density_of
 from semisparse.compress.routed import CalibratedLinear
 from semisparse.compress.search.masked import MaskedWeight, to_dense
 from semisparse.patterns import Pattern
@@ -115,8 +115,3 @@ def in_model_dtype(weight: Tensor, layer: DecoderLayer, name: str) -> Tensor:
     """Return a weight in the model's dtype."""
     # The cast may round a small weight to -0; adding 0 turns it into +0.
     return weight.to(layer.weight(name).dtype) + 0
-
-
-def density_of(weight: Tensor) -> float:
-    """Return the fraction of weights that are not zero."""
-    return int(weight.count_nonzero()) / weight.numel()

@@ -21,7 +21,6 @@ from semisparse.compress.linear import (
     Compressed,
     check_pruned,
     copy_pruned,
-    density_of,
     in_model_dtype,
     prune_by_magnitude,
     prune_linear,
@@ -35,7 +34,7 @@ from semisparse.compress.propagate import (
 )
 from semisparse.compress.prune import can_share_rows
 from semisparse.compress.recipe import Recipe
-from semisparse.compress.report import LayerReport, Progress
+from semisparse.compress.report import LayerReport, Progress, density_of
 from semisparse.compress.search.masked import MaskedWeight
 from semisparse.compress.store import FinishedLayer, InPlace, LayerStore, OnFirstRank
 from semisparse.compress.trace import find_inputs

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from semisparse.quant.group import GroupScales
 
 
@@ -37,3 +39,8 @@ class LayerReport:
     outcome: str
     seconds: float
     scales: GroupScales | None = field(default=None, compare=False, repr=False)
+
+
+def density_of(weight: Tensor) -> float:
+    """Return the fraction of weights that are not zero."""
+    return int(weight.count_nonzero()) / weight.numel()

@@ -225,7 +225,8 @@ Smaller grids were not timed."""
 
 TOKENS_OF_FEW_TILES, SMALL_TILES_FACTOR = 384, 1.13
 """Above so many tokens estimates of tiles of 128 tokens are 2 to 14 % too low, and those of 256 tokens 1 to 9 % too
-high: gqs at 4096 x 11008 takes 78.5 us with 128 and 71.7 with 256 (512 tokens, h200/sweeps/split-in-cluster.csv)."""
+high: gqs at 4096 x 11008 takes 78.5 us with 128 and 71.7 with 256 (512 tokens,
+results/h200/sweeps/split-in-cluster.csv)."""
 
 
 @dataclass(frozen=True)

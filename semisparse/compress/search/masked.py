@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semisparse.compress.journal import report_from_json, report_to_json
 from semisparse.compress.prune import PrunedLayer
-from semisparse.compress.report import LayerReport
+from semisparse.compress.report import LayerReport, density_of
 from semisparse.patterns import Pattern
 from semisparse.quant.group import GroupScales
 
@@ -110,8 +110,7 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 def masked_layer(name: str, pattern: Pattern, layer: PrunedLayer, dtype: torch.dtype, seconds: float) -> MaskedWeight:
     """Cast a pruned weight to ``dtype``, and store it with its report."""
     weight = layer.weight.to(dtype)
-    density = int(weight.count_nonzero()) / weight.numel()
-    report = LayerReport(name, str(pattern), density, layer.error, layer.outcome, seconds, layer.scales)
+    report = LayerReport(name, str(pattern), density_of(weight), layer.error, layer.outcome, seconds, layer.scales)
     return to_masked(weight, report)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from semisparse.compress.report import LayerReport
+from semisparse.compress.report import LayerReport, density_of
 from semisparse.compress.tune.bqpo import CODE_RATE, trainable_linears
 from semisparse.compress.tune.end_to_end import checkpoint_activations
 from semisparse.compress.tune.predictions import Predictions
@@ -79,6 +79,6 @@ def distil(
         weight = weight_of(model.get_submodule(report.name))
         weight.copy_(weight_of(trained.get_submodule(report.name))).add_(0)  # pruned weights may be -0: -0 + 0 is +0
         new = new_scales[report.name].group_scales if report.name in new_scales else None
-        density, outcome = int(weight.count_nonzero()) / weight.numel(), f"{report.outcome}, distil {result.outcome}"
-        new_reports.append(replace(report, density=density, outcome=outcome, scales=new))
+        outcome = f"{report.outcome}, distil {result.outcome}"
+        new_reports.append(replace(report, density=density_of(weight), outcome=outcome, scales=new))
     return result, new_reports

@@ -22,11 +22,12 @@ EXPERT_PAIRS = 16
 """Maximum pairs of a token and an expert for which each pair has CTAs of its own, not each expert."""
 
 EXPERT_SHAPES: Mapping[int, Shapes] = {1: ((2, 2, 2),), 8: ((2, 4, 1),)}
-"""By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200, sweeps/experts.csv)."""
+"""By TILE_M: WARPS_N, WARPS_K and STAGES for a stack of experts, the best first (H200,
+results/h200/sweeps/experts.csv)."""
 
 EXPERT_SHAPES_GATED: Mapping[int, Shapes] = {1: ((2, 4, 1),), 8: ((2, 2, 2), (2, 4, 1))}
 """The same with SiLU, where a CTA has row tiles of both halves. For one token the best of a whole layer
-(sweeps/experts-one-token.csv): timed alone, other shapes are as fast."""
+(results/h200/sweeps/experts-one-token.csv): timed alone, other shapes are as fast."""
 
 EXPERT_WAVES = 4
 """Waves of CTAs. Where a CTA has all pairs of an expert, some experts have more than others. For one token each CTA has
