@@ -27,7 +27,7 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from blocks import backend_of
+from blocks import backend_of, integers
 from decode_step import WEIGHTS
 from rows import write_rows
 from torch import Tensor
@@ -193,11 +193,6 @@ def measure(options: argparse.Namespace, weights: str) -> Iterator[tuple[Row, li
     for length in options.prompts:
         wall = [1e6 * value for value in first_tokens(backend, length)]
         yield row_of("first", length, FUSED, wall, None), []
-
-
-def integers(text: str) -> list[int]:
-    """Read comma-separated integers."""
-    return [int(part) for part in text.split(",") if part]
 
 
 def main() -> None:
