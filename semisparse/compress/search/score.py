@@ -29,7 +29,7 @@ COMPARED = 2
 """Tokens that the finalists of a search are compared on, as a multiple of those that it scores candidates on."""
 
 HELD = 4
-"""Pruned weights stay on a GPU, once they have been scored, in one of so many parts of its free memory."""
+"""Pruned weights that have been scored stay on the GPU, in at most a `HELD`-th of its free memory."""
 
 
 class BatchScore(NamedTuple):
