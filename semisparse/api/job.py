@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from semisparse import checkpoint
+from semisparse.api.sequences import sequence_length
 from semisparse.checkpoint.write import flushing
 from semisparse.errors import InputError, SemisparseError
 from semisparse.integrations.transformers import add_dense_digests
@@ -23,7 +24,7 @@ REFUSED = "refused"
 """Folder in a job directory for a model that was written but does not load again."""
 
 CHECKED_TOKENS = 8
-"""Length of the prompt on which a written model is compared with the one in memory."""
+"""Length of the prompt on which a written model is compared with the one in memory, if its context is not shorter."""
 
 WEIGHTS_AND_CODE = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".py", ".pyc")
@@ -155,9 +156,10 @@ def check_written(written: Path, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _short_logits(model: PreTrainedModel) -> Tensor:
-    """Return the logits of the first `CHECKED_TOKENS` tokens of the vocabulary, [tokens, vocabulary] float32."""
-    training = model.training
-    tokens = torch.arange(CHECKED_TOKENS, device=model.device)[None]
+    """Return the logits of the first tokens of the vocabulary, [tokens, vocabulary] float32; a small one repeats."""
+    training, vocabulary = model.training, model.get_input_embeddings().weight.shape[0]
+    count = min(CHECKED_TOKENS, sequence_length(model, None))
+    tokens = torch.arange(count, device=model.device)[None] % vocabulary
     logits = model.eval()(tokens, use_cache=False).logits[0].float()
     model.train(training)
     return logits

@@ -81,3 +81,10 @@ def test_a_model_keeps_its_mode(tmp_path: Path) -> None:
     semisparse.compress(model, byte_tokenizer(), settings=SETTINGS, out=tmp_path / "out")
     assert model.training
     assert torch.isfinite(semisparse.load(tmp_path / "out", "cpu")(torch.arange(4)[None]).logits).all()
+
+
+@pytest.mark.parametrize("setting", [{"vocab_size": 5}, {"n_positions": 3}])
+def test_the_check_fits_a_small_vocabulary_and_a_short_context(setting: dict[str, int], tmp_path: Path) -> None:
+    model = random_model("gpt2", bos_token_id=0, eos_token_id=1, **setting)
+    semisparse.compress(model, byte_tokenizer(), settings=SETTINGS, out=tmp_path / "out")
+    assert torch.isfinite(semisparse.load(tmp_path / "out", "cpu")(torch.arange(3)[None]).logits).all()
