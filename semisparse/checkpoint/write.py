@@ -17,21 +17,31 @@ from semisparse.errors import InputError, SemisparseError
 MAX_SHOWN = 99
 """Characters of an impossible path that a message shows."""
 
+MAX_PREFIX = 50
+"""Characters of an output's name that its temporary directory's name begins with: at most 200 bytes."""
+
 
 def refuse_existing(out: Path) -> None:
     """Refuse to overwrite an existing output, or one that could not be written.
 
     Raises:
-        InputError: ``out`` exists and is not an empty directory, is a symbolic link, which no directory can replace, or
-            lies below a file or has a name that is too long.
+        InputError: ``out`` exists and is not an empty directory, is a symbolic link or a mount point, which no
+            directory can replace, or the current directory, which would be gone, or lies below a file or has a name
+            that is too long.
     """
     try:
         exists = out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir())))
+        occupied = not exists and out.is_dir() and (out.is_mount() or out.samefile(Path.cwd()))
         parent = next((folder for folder in out.absolute().parents if folder.exists()), Path("/"))
     except OSError as error:
         raise InputError(f"cannot write to {str(out)[:MAX_SHOWN]}: {error.strerror}; choose another --out") from error
     if exists:
         raise InputError(f"{out} exists already; choose another --out or remove it")
+    if occupied:
+        raise InputError(
+            f"{out} is a mount point or the current directory, which no new directory can replace; choose a folder in "
+            "it as --out"
+        )
     if not parent.is_dir():
         raise InputError(f"cannot write to {out}: {parent} is no directory; choose another --out")
 
@@ -54,7 +64,8 @@ def atomic_directory(out: str | Path, scratch_parent: Path | None = None) -> Ite
     refuse_existing(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=scratch_parent or out.parent))
+        prefix = f".{out.name[:MAX_PREFIX]}."  # the whole name, with mkdtemp's eight characters, may be too long
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=scratch_parent or out.parent))
     except OSError as error:
         raise SemisparseError(f"cannot write to {scratch_parent or out.parent}: {error}") from error
     try:

@@ -150,3 +150,11 @@ def test_an_existing_directory_is_not_overwritten(tmp_path: Path):
     with pytest.raises(InputError, match="exists already"), atomic_directory(tmp_path / "out"):
         pass
     assert (tmp_path / "out" / "mine").read_text() == "keep"
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "日" * 85], ids=["ascii", "wide"])
+def test_a_name_as_long_as_any(tmp_path: Path, name: str):
+    """The temporary directory, which has eight random characters more, has a shorter one."""
+    with atomic_directory(tmp_path / name) as scratch:
+        (scratch / "file").touch()
+    assert os.listdir(tmp_path) == [name]

@@ -1,4 +1,7 @@
-"""A disk that is full in the middle of a compression: what is finished stays, and ``--resume`` goes on from it."""
+"""A disk that is full in the middle of a compression: what is finished stays, and ``--resume`` goes on from it.
+
+And a disk that is mounted where the output shall be.
+"""
 
 import os
 import shutil
@@ -23,11 +26,14 @@ mount -o remount,size=100M "$disk"
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_namespaces = pytest.mark.skipif(
     not shutil.which("unshare") or subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode,
     reason="needs user namespaces, to mount a small disk",
 )
+
+
+@pytest.mark.slow
+@needs_namespaces
 @pytest.mark.parametrize(
     ("size", "finished", "writing"),
     [(4096, 0, "out.partial"), (80_000, 3, "out.partial"), (160_000, 4, "out: Error while serializing")],
@@ -52,3 +58,18 @@ def test_a_disk_that_is_full(run, deep: Path, tmp_path: Path, size: int, finishe
     assert run("compress", deep, *settings, "--out", tmp_path / "whole").status == 0
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@needs_namespaces
+def test_an_output_that_is_a_mount_point_is_refused_before_the_work(compressed: Path, tmp_path: Path):
+    """A container's volume is one: no directory can be renamed to it."""
+    (tmp_path / "disk").mkdir()
+    script = 'mount -t tmpfs none "$1" || exit 9; shift; exec "$@"'
+    command = [sys.executable, "-m", "semisparse.cli", "export", compressed, "--to", "dense", "--out"]
+    done = subprocess.run(
+        [*NAMESPACE, "sh", "-c", script, "sh", tmp_path / "disk", *command, tmp_path / "disk"],
+        capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "mount point" in done.stderr
+    assert "Loading" not in done.stderr

@@ -77,15 +77,17 @@ def test_numbers_of_plan(run: Run, arguments: tuple[str, ...], sentence: str):
         ("small", "exists already"),
         ("/dev/full", "exists already"),
         ("/", "/ exists already"),
+        ("empty", "the current directory"),
     ],
 )
 @pytest.mark.parametrize("verb", ["compress", "export"])
 def test_outputs_that_cannot_be_written(
-    run: Run, model: Path, compressed: Path, tmp_path: Path, verb: str, place: str, sentence: str
+    run: Run, model: Path, compressed: Path, tmp_path: Path, monkeypatch, verb: str, place: str, sentence: str
 ):
     """They are refused before the model is loaded, and nothing is left beside them."""
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     (tmp_path / "link").symlink_to("empty")
     shutil.copytree(compressed, tmp_path / "small")
     before = sorted(tmp_path.rglob("*"))
