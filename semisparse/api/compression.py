@@ -64,10 +64,12 @@ from semisparse.compress.staying_dense import warn_if_unmatched
 from semisparse.errors import InputError
 from semisparse.integrations.importers import Rounded
 from semisparse.integrations.transformers import mark_compressed
+from semisparse.runtime.modes import torch_defaults
 
 THREADS = "number of CPU threads"
 
 
+@torch_defaults()
 def compress(
     model: str | Path | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,

@@ -18,6 +18,7 @@ from semisparse.compress.search.allocate import Unreachable
 from semisparse.compress.search.costs import Assignment
 from semisparse.compress.search.losses import ChoiceLosses
 from semisparse.patterns import NO_ZEROS
+from semisparse.runtime.modes import torch_defaults
 
 TOKENS = 32 * 1024
 """Calibration tokens by default: enough for choosing a target; `compress` then measures on more."""
@@ -77,6 +78,7 @@ class Frontier:
         return asdict(self)
 
 
+@torch_defaults()
 def frontier(
     model: str | Path,
     calibration: Text,

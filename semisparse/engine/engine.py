@@ -23,6 +23,7 @@ from semisparse.engine.text import TextStream
 from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
 from semisparse.nn.dense_linear import slower_layers
+from semisparse.runtime.modes import torch_defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -95,6 +96,7 @@ class Engine:
         SemisparseError: the models do not fit the GPU's memory.
     """
 
+    @torch_defaults()
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
@@ -265,12 +267,14 @@ class Engine:
     def _alone(self) -> Iterator[None]:
         """Wait for other threads' batches, all of which share the cache, and make the model's GPU the current one.
 
+        The caller's modes, such as autocast, do not hold inside.
+
         Raises:
             InputError: ``on_text`` called the engine that calls it.
         """
         if self._thread == threading.get_ident():
             raise InputError("on_text called its own engine; collect the text, and call the engine afterwards")
-        with self._lock, torch.cuda.device_of(next(self.model.parameters())):
+        with self._lock, torch.cuda.device_of(next(self.model.parameters())), torch_defaults():
             self._thread = threading.get_ident()
             try:
                 yield
