@@ -26,8 +26,8 @@ def refuse_existing(out: Path) -> None:
 
     Raises:
         InputError: ``out`` exists and is not an empty directory, is a symbolic link or a mount point, which no
-            directory can replace, or the current directory, which would be gone, or lies below a file or has a name
-            that is too long.
+            directory can replace, or the current directory, which would be gone, or lies below a file or a directory
+            that cannot be written, or has a name that is too long.
     """
     try:
         exists = out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir())))
@@ -44,6 +44,8 @@ def refuse_existing(out: Path) -> None:
         )
     if not parent.is_dir():
         raise InputError(f"cannot write to {out}: {parent} is no directory; choose another --out")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write to {out}: {parent} is not writable; choose another --out")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A disk that is full in the middle of a compression: what is finished stays, and ``--resume`` goes on from it.
 
-And a disk that is mounted where the output shall be.
+And a disk that is mounted where the output shall be, or read-only.
 """
 
 import os
@@ -27,7 +27,8 @@ mount -o remount,size=100M "$disk"
 
 
 needs_namespaces = pytest.mark.skipif(
-    not shutil.which("unshare") or subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode,
+    not shutil.which("unshare")
+    or subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
     reason="needs user namespaces, to mount a small disk",
 )
 
@@ -61,15 +62,18 @@ def test_a_disk_that_is_full(run, deep: Path, tmp_path: Path, size: int, finishe
 
 
 @needs_namespaces
-def test_an_output_that_is_a_mount_point_is_refused_before_the_work(compressed: Path, tmp_path: Path):
-    """A container's volume is one: no directory can be renamed to it."""
+@pytest.mark.parametrize(("options", "place", "sentence"), [("rw", "", "mount point"), ("ro", "out", "not writable")])
+def test_an_output_that_is_mounted_or_read_only_is_refused_before_the_work(
+    compressed: Path, tmp_path: Path, options: str, place: str, sentence: str
+):
+    """A container's volume is a mount point: no directory can be renamed to it."""
     (tmp_path / "disk").mkdir()
-    script = 'mount -t tmpfs none "$1" || exit 9; shift; exec "$@"'
-    command = [sys.executable, "-m", "semisparse.cli", "export", compressed, "--to", "dense", "--out"]
+    script = f'mount -t tmpfs -o {options} none "$1" || exit 9; shift; exec "$@"'
+    command = [sys.executable, "-m", "semisparse.cli", "export", str(compressed), "--to", "dense", "--out"]
     done = subprocess.run(
-        [*NAMESPACE, "sh", "-c", script, "sh", tmp_path / "disk", *command, tmp_path / "disk"],
+        [*NAMESPACE, "sh", "-c", script, "sh", str(tmp_path / "disk"), *command, str(tmp_path / "disk" / place)],
         capture_output=True, text=True, timeout=200, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 2
-    assert "mount point" in done.stderr
+    assert sentence in done.stderr
     assert "Loading" not in done.stderr
