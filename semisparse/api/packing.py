@@ -10,13 +10,13 @@ from semisparse.errors import FormatError, InputError
 from semisparse.formats import Packed, registry
 from semisparse.formats.base import get_format, require_dense
 from semisparse.patterns import Pattern, parse_pattern
-from semisparse.runtime.modes import torch_defaults
+from semisparse.runtime.modes import thread_defaults
 
 SAMPLE_ROWS = 256
 """Rows of a weight that ``format="auto"`` packs into every format to compare their sizes."""
 
 
-@torch_defaults()
+@thread_defaults()
 def pack(weight: Tensor, format: str, pattern: str | Pattern, **options: Any) -> Packed:
     """Pack a weight into a format, in the layout that the kernels of its device read.
 

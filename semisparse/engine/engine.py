@@ -23,7 +23,7 @@ from semisparse.engine.text import TextStream
 from semisparse.errors import InputError, SemisparseError
 from semisparse.nn import join_layers
 from semisparse.nn.dense_linear import slower_layers
-from semisparse.runtime.modes import torch_defaults
+from semisparse.runtime.modes import thread_defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -96,7 +96,7 @@ class Engine:
         SemisparseError: the models do not fit the GPU's memory.
     """
 
-    @torch_defaults()
+    @thread_defaults()
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
@@ -274,7 +274,7 @@ class Engine:
         """
         if self._thread == threading.get_ident():
             raise InputError("on_text called its own engine; collect the text, and call the engine afterwards")
-        with self._lock, torch.cuda.device_of(next(self.model.parameters())), torch_defaults():
+        with self._lock, torch.cuda.device_of(next(self.model.parameters())), thread_defaults():
             self._thread = threading.get_ident()
             try:
                 yield

@@ -12,21 +12,33 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 @contextmanager
-def torch_defaults() -> Iterator[None]:
-    """Leave inference mode and autocast, and set the default dtype and device as torch starts with them, until the end.
+def thread_defaults() -> Iterator[None]:
+    """Leave inference mode, autocast and the default device, which are of this thread alone, until the end.
 
-    What runs inside names the dtypes and devices that differ from these. It tunes by gradients, which inference mode
-    has none of, and promises the same bytes wherever it is called.
+    What runs inside names the dtypes and devices that differ from torch's own defaults. It may tune by gradients, which
+    inference mode has none of.
     """
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         for kind in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        if device.type != "cpu":
+        if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
-        stack.callback(torch.set_default_dtype, dtype)
-        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Do the same, with float32 as the default dtype, so that the same bytes come out wherever this is called.
+
+    The default dtype is the process's: other threads, which may load a model, see it change. So calls that are short or
+    run beside others take `thread_defaults`.
+    """
+    with thread_defaults(), ExitStack() as stack:
+        dtype = torch.get_default_dtype()
+        if dtype != torch.float32:
+            stack.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
         yield
