@@ -80,6 +80,11 @@ def test_candidates_side_by_side_take_what_was_measured():
     assert (said.least - compressing - 2 * each) / 9 / 32 == pytest.approx(1.28, rel=0.1)
 
 
+def test_a_search_over_banks_takes_what_was_measured():
+    """results/h200/evolution-marks.csv: two decoder layers, from the first bank to the result."""
+    assert seconds("llama2-7b", "search=evolution") == pytest.approx(72.6 + 0.1 - 9.7, rel=0.15)
+
+
 def test_a_joint_search_and_its_tuning_take_what_was_measured():
     """results/h200/bits3-marks.csv: tuning stopped at half of its steps, and no finalist was tuned."""
     said = span("llama2-7b", recipe="auto", target={"bits": 3}, layers=8)

@@ -18,7 +18,10 @@ from tests.compress.search.test_score import DEVICE, small_bank, space_of
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "opt", "gpt2"])
 def test_scores_are_those_of_a_whole_model(architecture: str):
-    """Bit by bit, for two candidates, with batches that are padded."""
+    """For two candidates, with batches that are padded: bit by bit on a CPU.
+
+    On a GPU a matmul may be summed in another order: with gpt2 they were 2e-8 apart, with the others equal.
+    """
     model = sharp_model(architecture)
     space, split = space_of(model), scoring_batches(calibration(), 10**6, seed=0, parts=3)
     bank, rng = small_bank(model, space), random.Random(0)
@@ -34,7 +37,9 @@ def test_scores_are_those_of_a_whole_model(architecture: str):
                     weight = weight_of(pruned.get_submodule(linear.name_in_layer))
                     weight.copy_(to_dense(bank[linear.name][level], weight))
             passing.pass_through(index, dense, pruned)
-        assert passing.mean_kl() == whole.mean_kl(whole.score(candidate, range(whole.batches))) > 0
+        expected = whole.mean_kl(whole.score(candidate, range(whole.batches)))
+        assert passing.mean_kl() == (expected if DEVICE.type == "cpu" else pytest.approx(expected, rel=0, abs=1e-6))
+        assert expected > 1e-4
     assert passing.tokens == whole.tokens_run // 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
