@@ -31,10 +31,10 @@ def thread_defaults() -> Iterator[None]:
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Do the same, with float32 as the default dtype, so that the same bytes come out wherever this is called.
+    """Enter `thread_defaults`, and make float32 the default dtype: a compression writes the same bytes in any mode.
 
-    The default dtype is the process's: other threads, which may load a model, see it change. So calls that are short or
-    run beside others take `thread_defaults`.
+    The default dtype is shared by all threads of the process, and transformers sets it while it builds a model. Calls
+    that may run beside another thread's, such as generating, therefore enter `thread_defaults` only.
     """
     with thread_defaults(), ExitStack() as stack:
         dtype = torch.get_default_dtype()
